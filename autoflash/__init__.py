@@ -1,0 +1,1 @@
+"""Placeholder of the public names."""

@@ -1,0 +1,29 @@
+"""Exceptions that a user can act on. A candidate that fails is a :class:`~autoflash.trial.Status`, never one of these."""
+
+
+class AutoflashError(Exception):
+    """Base class: the message names the offending value and what to do about it."""
+
+
+class InvalidProblemError(AutoflashError, ValueError):
+    """The arguments of a call do not describe an attention problem."""
+
+
+class UnsupportedError(AutoflashError, NotImplementedError):
+    """A meaningful request that no kernel here can compute; the message names the argument."""
+
+
+class NoKernelError(AutoflashError, RuntimeError):
+    """No kernel may run in this situation, for example an unloaded one inside a CUDA-graph capture."""
+
+
+class DatabaseError(AutoflashError, RuntimeError):
+    """The tuning database cannot be opened, created or written."""
+
+
+class TableError(AutoflashError, ValueError):
+    """An exported tuning table is damaged, of an unknown schema, or made for another device."""
+
+
+class RenderError(AutoflashError, ValueError):
+    """A template was asked for a form that it does not have."""

@@ -1,0 +1,84 @@
+"""The one shape that every way of computing attention has, whether generated or a vendor's.
+
+The verification harness, the benchmark and the dispatcher all run kernels through it, so that what was verified and
+timed is what runs. Tensors are always views of layout [B, H, S, D]; their strides are free.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from autoflash.problem import Problem
+from autoflash.trial import Resources
+from autoflash.variant import Variant
+
+
+class ForwardCall(Protocol):
+    """A forward pass prepared for tensors of one shape, stride, dtype, device and 16-byte alignment."""
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Compute out [B, H, M, D_V] in q's dtype and lse [B, H, M] in float32 (natural log, -inf without keys).
+
+        Outputs that are not given are allocated from torch, ``out`` in the memory order of q.
+        """
+        ...
+
+
+class BackwardCall(Protocol):
+    """A backward pass prepared for tensors of one shape, stride, dtype, device and 16-byte alignment."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None = None,
+        dq: Tensor | None = None,
+        dk: Tensor | None = None,
+        dv: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute dq, dk, dv in the dtype of q from the gradients of out and, if given, of lse (float32)."""
+        ...
+
+
+class Executable(Protocol):
+    """A variant made ready for one device. Holds loaded kernels; thread-safe."""
+
+    @property
+    def variant(self) -> Variant:
+        """What it runs."""
+        ...
+
+    @property
+    def source_digest(self) -> str:
+        """Digest of the rendered text; empty for vendor kernels."""
+        ...
+
+    def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
+        """The precondition that these tensors (q, k, v, and dout for a backward) miss; None if it can run them."""
+        ...
+
+    def is_loaded(self, problem: Problem, *tensors: Tensor) -> bool:
+        """Whether a prepared call would need neither a compilation nor a module load (for CUDA-graph capture)."""
+        ...
+
+    def prepare_forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> ForwardCall:
+        """Compile and load what the call needs, and bind everything that does not change between calls."""
+        ...
+
+    def prepare_backward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float
+    ) -> BackwardCall:
+        """As :meth:`prepare_forward`; ``problem.op`` is backward."""
+        ...
+
+    def resources(self) -> Resources | None:
+        """What the compiler said of the kernels loaded so far; None where nothing was compiled."""
+        ...
