@@ -1,4 +1,4 @@
-"""Exceptions that a user can act on. A candidate that fails is a :class:`~autoflash.trial.Status`, never one of these."""
+"""Errors that a user can act on. A failing candidate is a :class:`~autoflash.trial.Status`, never one of these."""
 
 
 class AutoflashError(Exception):

@@ -1,1 +1,1 @@
-
+"""From a structure to the text of a kernel."""

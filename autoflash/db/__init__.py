@@ -1,1 +1,1 @@
-
+"""The tuning database, behind one door: ``repository``."""

@@ -1,1 +1,1 @@
-
+"""From a call to the kernel that runs it."""

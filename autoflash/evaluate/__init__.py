@@ -1,1 +1,1 @@
-
+"""Is a kernel right, and how fast is it?"""

@@ -1,1 +1,1 @@
-
+"""From text to a loaded kernel, and its launch."""

@@ -1,1 +1,1 @@
-
+"""Which variant to try next, and the loop that tries it."""

@@ -1,1 +1,1 @@
-
+"""Which variants there are."""
