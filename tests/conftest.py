@@ -1,0 +1,52 @@
+"""What every test gets: a seed, a place of its own for files, and outputs that are NaN until a kernel writes them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One cache for the whole run: it is addressed by content, and compiling anew for each test takes minutes."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _private_files(tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the home of the person who runs it, or heeds their settings."""
+    for name in ("AUTOFLASH_TABLE", "AUTOFLASH_VENDOR", "AUTOFLASH_LOG"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AUTOFLASH_DB", str(tmp_path / "autoflash" / "tuning.sqlite"))
+    monkeypatch.setenv("AUTOFLASH_CACHE_DIR", str(cache_folder))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _empty_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill what torch.empty and its kin return with NaN: an element that no kernel wrote cannot pass unseen."""
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"),
+        (torch.Tensor, "new_empty_strided"),
+    ):
+        monkeypatch.setattr(owner, name, _filled_with_nan(getattr(owner, name)))
+
+
+def _filled_with_nan(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def allocate_nan(*args: object, **options: object) -> torch.Tensor:
+        tensor = allocate(*args, **options)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    return allocate_nan
