@@ -1,1 +1,5 @@
 """The command line: one small module per command."""
+
+from autoflash.cli.application import main
+
+__all__ = ["main"]

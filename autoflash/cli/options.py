@@ -1,0 +1,166 @@
+"""Options that commands share, each defined once."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Concatenate, ParamSpec, TypeVar
+
+import click
+from rich.console import Console
+from rich.logging import RichHandler
+
+from autoflash import paths
+from autoflash.device import Device, DeviceKind
+from autoflash.problem import Alignment, DType, Mask, Pass, Problem
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """The options that every command takes.
+
+    Attributes:
+        db: Path or URL of the tuning database; None for the default.
+        table: Exported table to use in place of the database; None for the default.
+        device: Name for :func:`autoflash.runtime.probe.probe`; None for the best one here.
+        json: Print one JSON document on standard output and nothing else.
+        seed: Of everything that is drawn at random.
+    """
+
+    db: str | None
+    table: str | None
+    device: str | None
+    json: bool
+    seed: int
+
+    @property
+    def progress(self) -> Console:
+        """Where progress and remarks go: standard error, so that standard output can be piped."""
+        return Console(stderr=True)
+
+
+def common_options(command: Callable[Concatenate[Common, P], R]) -> Callable[P, R]:
+    """Give a command the common options, handed over as its first argument."""
+
+    @click.option("--db", metavar="PATH|URL", help="Tuning database (default: AUTOFLASH_DB, or in the user's data).")
+    @click.option("--table", metavar="FILE", help="Exported table that replaces the database (AUTOFLASH_TABLE).")
+    @click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: the best one here).")
+    @click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
+    @click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random choices.")
+    @click.option("-v", "--verbose", count=True, help="Say more; -vv for debugging.")
+    @functools.wraps(command)
+    def with_common(*args: P.args, **options: P.kwargs) -> R:
+        taken = {name: options.pop(name) for name in ("db", "table", "device", "as_json", "seed", "verbose")}
+        _configure_log(int(str(taken.pop("verbose"))))
+        common = Common(json=bool(taken.pop("as_json")), **taken)  # type: ignore[arg-type]  # click has typed them
+        return command(common, *args, **options)
+
+    return with_common
+
+
+def _configure_log(verbose: int) -> None:
+    level = paths.log_level() if not verbose else "INFO" if verbose == 1 else "DEBUG"
+    logger = logging.getLogger("autoflash")
+    if level not in LOG_LEVELS:
+        raise click.UsageError(f"AUTOFLASH_LOG must be one of {', '.join(LOG_LEVELS)}, got {level!r}")
+    logger.setLevel(level)
+    if not logger.handlers:
+        logger.addHandler(RichHandler(console=Console(stderr=True), show_path=False, show_time=False))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProblemOptions:
+    """A problem as the command line gives it; what is None follows the device or another size.
+
+    Attributes:
+        op, causal: As given.
+        dtype: None: bf16 on a GPU, fp32 on a CPU.
+        head_dim, batch, heads, seqlen: As given.
+        kv_heads, seqlen_k: None: as ``heads`` and ``seqlen``.
+    """
+
+    op: Pass
+    dtype: DType | None
+    head_dim: int
+    batch: int
+    heads: int
+    kv_heads: int | None
+    seqlen: int
+    seqlen_k: int | None
+    causal: bool
+    top_left: bool
+
+    def problem(self, device: Device) -> Problem:
+        """The problem on a device.
+
+        Raises:
+            InvalidProblemError: for sizes that mean nothing.
+        """
+        default = DType.FP32 if device.kind is DeviceKind.CPU else DType.BF16
+        return Problem(
+            op=self.op,
+            dtype=self.dtype or default,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim,
+            batch=self.batch,
+            heads=self.heads,
+            kv_heads=self.heads if self.kv_heads is None else self.kv_heads,
+            seqlen_q=self.seqlen,
+            seqlen_k=self.seqlen if self.seqlen_k is None else self.seqlen_k,
+            mask=Mask.CAUSAL if self.causal or self.top_left else Mask.FULL,
+            alignment=Alignment.TOP_LEFT if self.top_left else Alignment.BOTTOM_RIGHT,
+        )
+
+
+PASS = click.Choice([member.value for member in Pass])
+DTYPE = click.Choice([member.value for member in DType])
+
+
+def problem_options(command: Callable[Concatenate[ProblemOptions, P], R]) -> Callable[P, R]:
+    """Give a command options that name one problem, handed over as its first argument."""
+
+    @click.option("--pass", "op", type=PASS, default="forward", show_default=True, help="Which computation.")
+    @click.option("--dtype", type=DTYPE, help="Of query, key and value (default: bf16; fp32 on a CPU).")
+    @click.option("--head-dim", type=click.IntRange(1), default=64, show_default=True, help="Length of a query vector.")
+    @click.option("--batch", type=click.IntRange(0), default=1, show_default=True, help="Batch size.")
+    @click.option("--heads", type=click.IntRange(1), default=8, show_default=True, help="Query heads.")
+    @click.option("--kv-heads", type=click.IntRange(1), help="Key and value heads (default: as --heads).")
+    @click.option("--seqlen", type=click.IntRange(0), default=1024, show_default=True, help="Number of queries.")
+    @click.option("--seqlen-k", type=click.IntRange(0), help="Number of keys (default: as --seqlen).")
+    @click.option("--causal", is_flag=True, help="Causal mask, aligned to the bottom right.")
+    @click.option("--top-left", is_flag=True, help="Causal mask, aligned to the top left.")
+    @functools.wraps(command)
+    def with_problem(*args: P.args, **options: P.kwargs) -> R:
+        names = ("head_dim", "batch", "heads", "kv_heads", "seqlen", "seqlen_k", "causal", "top_left")
+        sizes = {name: options.pop(name) for name in names}
+        op, dtype = Pass(options.pop("op")), options.pop("dtype")
+        wanted = ProblemOptions(op=op, dtype=DType(dtype) if dtype else None, **sizes)  # type: ignore[arg-type]  # click has typed them
+        return command(wanted, *args, **options)
+
+    return with_problem
+
+
+class Duration(click.ParamType):
+    """A length of time such as ``90``, ``90s``, ``10m`` or ``1h30m``, in seconds."""
+
+    name = "duration"
+    _pattern = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s?)?")
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Seconds as a float."""
+        if isinstance(value, (int, float)):
+            return float(value)
+        match = self._pattern.fullmatch(str(value).strip())
+        hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0)
+        total = 3600 * hours + 60 * minutes + seconds
+        if not total:
+            self.fail(f"{value!r} is not a length of time; write 90s, 10m or 1h30m", param, ctx)
+        return float(total)

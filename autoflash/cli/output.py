@@ -1,0 +1,65 @@
+"""How results are printed: tables for people, one JSON document for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from autoflash.keys import Json
+
+UNBOUNDED = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """One column of a table.
+
+    Attributes:
+        title: In the head of the table.
+        numeric: Numbers stand at the right.
+    """
+
+    title: str
+    numeric: bool = False
+
+
+def print_json(content: Json) -> None:
+    """Print one JSON document, indented, keys in the order given."""
+    click.echo(json.dumps(content, indent=2, allow_nan=False))
+
+
+def print_table(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table; outside a terminal it is as wide as its content, so that nothing is cut."""
+    table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(
+            column.title, justify="right" if column.numeric else "left", overflow="fold", no_wrap=column.numeric
+        )
+    for row in rows:
+        table.add_row(*row)
+    # A pipe has no width; rich would assume 80 columns and fold.
+    width = None if sys.stdout.isatty() else UNBOUNDED
+    console = Console(file=sys.stdout, markup=False, highlight=False, width=width)
+    console.print(table)
+    console.print()
+
+
+def markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> str:
+    """The same table as Markdown."""
+    lines = [
+        "| " + " | ".join(column.title for column in columns) + " |",
+        "|" + "|".join("---:" if column.numeric else "---" for column in columns) + "|",
+    ]
+    lines += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    """A number for a table; a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
