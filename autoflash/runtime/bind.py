@@ -1,0 +1,50 @@
+"""From a variant to the executable that runs it on a device: the table of families."""
+
+from __future__ import annotations
+
+import threading
+
+from autoflash.codegen.render import Form
+from autoflash.device import Device
+from autoflash.problem import Mask, Pass
+from autoflash.runtime.executable import Executable
+from autoflash.variant import Family, Variant
+
+_Key = tuple[Pass, Mask, Variant, Device]
+
+_bound: dict[_Key, Executable] = {}
+_lock = threading.RLock()
+
+
+def bind(op: Pass, mask: Mask, variant: Variant, device: Device) -> Executable:
+    """The executable of a variant on a device: one for each process, however many threads ask.
+
+    Raises:
+        RenderError: if the family has no template for this form or structure.
+        ImportError: if the family's compiler is not installed.
+    """
+    key = (op, mask, variant, device)
+    with _lock:
+        executable = _bound.get(key)
+        if executable is None:
+            executable = _bound[key] = _make(Form(op=op, mask=mask), variant, device)
+    return executable
+
+
+def _make(form: Form, variant: Variant, device: Device) -> Executable:
+    # Each family is imported when first bound: its compiler may be slow to import, or absent.
+    if variant.family is Family.TORCH_TILED:
+        from autoflash.runtime.torch_module import TorchTiled
+
+        return TorchTiled(form, variant, device)
+    if variant.family is Family.VENDOR:
+        from autoflash.runtime.vendor import Vendor
+
+        return Vendor(form, variant, device)
+    if form.op is Pass.FORWARD:
+        from autoflash.runtime.triton_forward import TritonForward
+
+        return TritonForward(form, variant, device)
+    from autoflash.runtime.triton_backward import TritonBackward
+
+    return TritonBackward(form, variant, device)
