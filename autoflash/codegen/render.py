@@ -1,0 +1,130 @@
+"""From (form, family, structure) to the text of a kernel: a pure function, same input, same bytes."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import io
+import tokenize
+from dataclasses import dataclass
+
+import jinja2
+
+from autoflash import keys
+from autoflash.codegen.environment import environment
+from autoflash.errors import RenderError
+from autoflash.problem import Cell, Mask, Pass, Problem
+from autoflash.variant import Choices, Family
+
+_FOLDERS = {Family.TRITON: "triton", Family.TORCH_TILED: "torch"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """The part of a problem that the text of a kernel depends on. Sizes and types are arguments of the kernel.
+
+    Attributes:
+        op: Forward or backward.
+        mask: Which keys a query sees.
+    """
+
+    op: Pass
+    mask: Mask
+
+    @classmethod
+    def of(cls, problem: Problem | Cell) -> Form:
+        """The form of a problem or cell."""
+        return cls(op=problem.op, mask=problem.mask)
+
+    def __str__(self) -> str:
+        """Short form such as ``forward/causal``."""
+        return f"{self.op.value}/{self.mask.value}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RenderedSource:
+    """The text of a kernel and its identity.
+
+    Attributes:
+        form, family, structure: What it was rendered from.
+        text: A Python module with a header of fixed length.
+        digest: Over the text without header and comments.
+        name: Of the module; contains the digest.
+        template: Path of the skeleton below ``templates/``.
+    """
+
+    form: Form
+    family: Family
+    structure: Choices
+    text: str
+    digest: str
+    name: str
+    template: str
+
+
+@functools.cache
+def render(form: Form, family: Family, structure: Choices) -> RenderedSource:
+    """Render the kernel module of a structure.
+
+    Args:
+        form: What is to be computed.
+        family: Which templates; vendor kernels have none.
+        structure: Choices of the family's catalog.
+
+    Raises:
+        RenderError: for a family without templates, a missing or unknown choice, or a template that gives no Python.
+    """
+    template = _template_of(form, family, structure)
+    try:
+        body = environment().get_template(template).render(problem=form, structure=structure)
+        ast.parse(body)
+        digest = source_digest(body)
+        header = (
+            environment()
+            .get_template("common/_header.py.j2")
+            .render(problem=form, structure=structure, family=family, template=template, digest=digest)
+        )
+    except jinja2.TemplateError as error:
+        raise RenderError(f"{template} cannot render {family.value} [{structure}] for {form}: {error}") from error
+    except SyntaxError as error:
+        raise RenderError(f"{template} gives no valid Python for [{structure}] and {form}: {error}") from error
+    return RenderedSource(
+        form=form,
+        family=family,
+        structure=structure,
+        text=header + body,
+        digest=digest,
+        name=f"{_FOLDERS[family]}_{form.op.value}_{digest}",
+        template=template,
+    )
+
+
+def source_digest(text: str) -> str:
+    """Digest of Python source without its comments and blank lines.
+
+    Editing a comment, or the header, stales no result.
+    """
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    return keys.digest("\n".join(line.rstrip() for line in lines if line.strip()))
+
+
+def _template_of(form: Form, family: Family, structure: Choices) -> str:
+    """The skeleton: one of its own for a loop order that has one, else the skeleton of the pass."""
+    if family not in _FOLDERS:
+        raise RenderError(f"the {family.value} family is not generated: there is no template to render")
+    folder = _FOLDERS[family]
+    own = f"{folder}/{form.op.value}_{structure.get('loop_order', '')}.py.j2"
+    shared = f"{folder}/{form.op.value}.py.j2"
+    for path in (own, shared):
+        try:
+            environment().get_template(path)
+        except jinja2.TemplateNotFound:
+            continue
+        except jinja2.TemplateError as error:
+            raise RenderError(f"{path}, line {getattr(error, 'lineno', '?')}: {error}") from error
+        return path
+    raise RenderError(f"there is no template {shared}")
