@@ -1,0 +1,37 @@
+"""``autoflash import``: an exported table into the database."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from autoflash.cli.options import Common, common_options
+from autoflash.cli.output import print_json
+from autoflash.db.repository import Repository
+from autoflash.deploy.export import import_table
+from autoflash.dispatch.table import load_decisions, other_device
+from autoflash.runtime.probe import environment, probe
+
+
+@click.command("import")
+@common_options
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def command(common: Common, file: Path) -> None:
+    """Read an exported table FILE into the database; again changes nothing.
+
+    Rows of another device are kept for machines that have it, and never used on this one.
+    """
+    text = file.read_text(encoding="utf-8", errors="replace")
+    decisions = load_decisions(text)
+    with Repository.open(common.db) as repository:
+        import_table(text, repository)
+    here = environment(probe(common.device))
+    foreign = sorted({d.environment.device_name for d in decisions if other_device(d.environment, here) is not None})
+    count = sum(other_device(decision.environment, here) is not None for decision in decisions)
+    if common.json:
+        print_json({"decisions": len(decisions), "for_other_devices": count, "devices": list(foreign)})
+        return
+    click.echo(f"Imported {len(decisions)} decisions from {file}.")
+    if count:
+        click.echo(f"{count} of them are for other devices and not used here: {', '.join(foreign)}.")
