@@ -1,0 +1,245 @@
+"""``autoflash bench``: generated kernels against torch SDPA; a sweep of a cell; the host time of a call."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from datetime import datetime, timezone
+from pathlib import Path
+
+import click
+from rich.progress import Progress
+
+import autoflash
+from autoflash.cli import bench_grid
+from autoflash.cli.bench_grid import Grid, Row
+from autoflash.cli.bench_sweep import Sweep, sweep
+from autoflash.cli.export import write_atomically
+from autoflash.cli.options import DTYPE, PASS, Common, common_options
+from autoflash.cli.output import Column, markdown_table, number, print_json, print_table
+from autoflash.device import Device
+from autoflash.dispatch import table
+from autoflash.dispatch.buckets import cell_of, problem_of
+from autoflash.dispatch.ladder import Here, VendorPolicy, inference_ladder
+from autoflash.evaluate import overhead
+from autoflash.keys import Json
+from autoflash.problem import DType, Mask, Pass
+from autoflash.runtime.probe import environment, probe
+from autoflash.space import catalog
+from autoflash.variant import Family
+
+README_BEGIN = "<!-- benchmark table: begin (made by scripts/benchmark) -->"
+README_END = "<!-- benchmark table: end -->"
+
+
+@click.command("bench")
+@common_options
+@click.option("--quick", is_flag=True, help="A few problems of the grid only.")
+@click.option("--pass", "ops", type=PASS, multiple=True, help="Only this pass; may be repeated.")
+@click.option("--dtype", type=DTYPE, help="Type of the tensors (default: bf16; fp32 on a CPU).")
+@click.option("--head-dim", "head_dims", type=click.IntRange(1), multiple=True, help="Only this one; may be repeated.")
+@click.option("--seqlen", "seqlens", type=click.IntRange(1), multiple=True, help="Only this one; may be repeated.")
+@click.option("--causal/--full", default=None, help="Only this mask.")
+@click.option("--exhaustive", is_flag=True, help="Sweep every variant of one cell, and judge the recorded winner.")
+@click.option("--overhead", "host", is_flag=True, help="Host time of a small call against torch SDPA.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to write results to, as JSON.")
+@click.option("--readme", type=click.Path(exists=True, path_type=Path), help="File to put the table into.")
+def command(
+    common: Common,
+    quick: bool,
+    ops: tuple[str, ...],
+    dtype: str | None,
+    head_dims: tuple[int, ...],
+    seqlens: tuple[int, ...],
+    causal: bool | None,
+    exhaustive: bool,
+    host: bool,
+    out: Path | None,
+    readme: Path | None,
+) -> None:
+    """Time generated kernels against torch SDPA, all in one run.
+
+    The grid is B*S = 16384 tokens, H*D = 2048, S = 512..16384, D = 64/128/256, causal and full, forward and backward
+    (smaller on a CPU). TFLOP/s are 4*B*H*S*S*D floating point operations over the time, half of it where causal,
+    and 2.5 times as many backward. Each generated kernel is the one that attention(vendor="never") runs.
+    """
+    device = probe(common.device)
+    if host:
+        _overhead(common, device)
+        return
+    grid = bench_grid.default_grid(device, quick=quick)
+    changes: dict[str, object] = {}
+    if ops:
+        changes["ops"] = tuple(Pass(op) for op in ops)
+    if head_dims:
+        changes["head_dims"] = head_dims
+    if seqlens:
+        changes["seqlens"] = seqlens
+    if dtype:
+        changes["dtype"] = DType(dtype)
+    if causal is not None:
+        changes["masks"] = (Mask.CAUSAL if causal else Mask.FULL,)
+    grid = dataclasses.replace(grid, **changes)  # type: ignore[arg-type]  # dataclasses.replace is untyped by name
+    if exhaustive:
+        _exhaustive(common, device, grid)
+        return
+    _grid(common, device, grid, out, readme)
+
+
+def _grid(common: Common, device: Device, grid: Grid, out: Path | None, readme: Path | None) -> None:
+    decisions = table.load(common.db, common.table)
+    backends = ("cudnn", "flash") if device.kind.value != "cpu" else ("flash", "math")
+    with Progress(console=common.progress, transient=True) as progress:
+        task = progress.add_task("benchmark", total=sum(1 for _ in grid.problems()))
+        rows = bench_grid.run(
+            grid,
+            device,
+            decisions,
+            backends=backends,
+            seed=common.seed,
+            on_row=lambda row: progress.update(task, advance=1, description=str(cell_of(row.problem, device))),
+        )
+    report = _report(device, grid, rows)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_atomically(out / f"{_slug(device.name)}.json", bench_json(report))
+    short = f"{_caption(device, backends)}\n\n{markdown_table(*bench_grid.pivot(rows, backends))}\n"
+    if readme is not None:
+        _put_into(readme, short)
+    if common.json:
+        print_json(report)
+        return
+    columns = bench_grid.row_columns(backends)
+    print_table("TFLOP/s", columns, [bench_grid.row_cells(row, backends) for row in rows])
+    click.echo(short)
+
+
+def bench_json(report: Json) -> str:
+    """The text of a results file."""
+    return json.dumps(report, indent=1, sort_keys=True, allow_nan=False) + "\n"
+
+
+def _report(device: Device, grid: Grid, rows: list[Row]) -> dict[str, Json]:
+    here = environment(device)
+    return {
+        "device": device.name,
+        "arch": device.arch,
+        "torch": here.torch,
+        "triton": here.triton,
+        "cuda": here.cuda,
+        "driver": here.driver,
+        "date": _today(),
+        "command": "autoflash bench",
+        "tokens": grid.tokens,
+        "model_dim": grid.model_dim,
+        "rows": [bench_grid.row_json(row) for row in rows],
+    }
+
+
+def _caption(device: Device, backends: tuple[str, ...]) -> str:
+    here = environment(device)
+    versions = f"torch {here.torch}" + (f", Triton {here.triton}" if here.triton else "")
+    names = " / ".join(("generated", *(f"SDPA {backend}" for backend in backends)))
+    return f"TFLOP/s, {names}, on {device.name} ({versions}, {_today()}; `scripts/benchmark` remakes it):"
+
+
+def _today() -> str:
+    return datetime.now(timezone.utc).date().isoformat()
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _put_into(readme: Path, text: str) -> None:
+    """Replace what stands between the two marks.
+
+    Raises:
+        click.UsageError: if the file does not have them.
+    """
+    before, begin, rest = readme.read_text(encoding="utf-8").partition(README_BEGIN)
+    _, end, after = rest.partition(README_END)
+    if not begin or not end:
+        raise click.UsageError(f"{readme} has no lines {README_BEGIN!r} and {README_END!r}")
+    write_atomically(readme, f"{before}{begin}\n{text}{end}{after}")
+
+
+def _exhaustive(common: Common, device: Device, grid: Grid) -> None:
+    decisions = table.load(common.db, common.table)
+    here = Here(device=device, environment=environment(device))
+    reports: list[Json] = []
+    for asked in grid.problems():
+        cell = cell_of(asked, device)
+        problem = problem_of(cell, device)
+        candidate = inference_ladder(cell, here, decisions, VendorPolicy.NEVER)[0]
+        family = candidate.variant.family
+        space = catalog.search_space(cell, device, family)
+        variants = space.variants()
+        with Progress(console=common.progress, transient=True) as progress:
+            task = progress.add_task(str(cell), total=len(variants))
+            found = sweep(
+                problem,
+                device,
+                variants,
+                winner=candidate.variant,
+                default=space.default(),
+                seed=common.seed,
+                on_variant=lambda timed, task=task, progress=progress: progress.advance(task),  # type: ignore[misc]  # bound early on purpose
+            )
+        reports.append(_sweep_json(str(cell), candidate.tier.value, found))
+        if not common.json:
+            _print_sweep(str(cell), family, candidate.tier.value, found)
+    if common.json:
+        print_json(reports)
+
+
+def _sweep_json(cell: str, tier: str, found: Sweep) -> dict[str, Json]:
+    return {
+        "cell": cell,
+        "tier": tier,
+        "variants": len(found.screened),
+        "regret": found.regret,
+        "spread": found.spread,
+        "winner": bench_grid.timed_json(found.winner),
+        "default": bench_grid.timed_json(found.default),
+        "best": bench_grid.timed_json(found.best),
+        "screened": [bench_grid.timed_json(timed) for timed in found.screened],
+    }
+
+
+def _print_sweep(cell: str, family: Family, tier: str, found: Sweep) -> None:
+    columns = (Column(title="kernel"), Column(title="us", numeric=True), Column(title="TFLOP/s", numeric=True))
+    named = [(f"winner ({tier})", found.winner), ("default", found.default)]
+    named += [("sweep", timed) for timed in found.finalists]
+    rows = [
+        [f"{name}: {timed.variant}", number(timed.measurement and timed.measurement.median_us), number(timed.tflops, 3)]
+        for name, timed in named
+    ]
+    print_table(f"{cell}: {len(found.screened)} variants of {family.value}", columns, rows)
+    click.echo(
+        f"The winner is {100 * found.regret:.1f} % slower than the best of the sweep; "
+        f"the slowest of the sweep takes {found.spread:.1f} times as long as the fastest.\n"
+    )
+
+
+def _overhead(common: Common, device: Device) -> None:
+    q, k, v = overhead.small_inputs(device)
+    generated, dispatched, torch_us = overhead.host_us(
+        [
+            lambda: autoflash.attention(q, k, v, vendor="never"),
+            lambda: autoflash.attention(q, k, v),
+            lambda: overhead.sdpa(q, k, v),
+        ],
+        device,
+    )
+    if common.json:
+        print_json({"generated_us": generated, "allow_us": dispatched, "sdpa_us": torch_us})
+        return
+    rows = [
+        ['autoflash.attention(vendor="never")', number(generated), f"{generated / torch_us:.2f}"],
+        ["autoflash.attention()", number(dispatched), f"{dispatched / torch_us:.2f}"],
+        ["torch SDPA", number(torch_us), "1.00"],
+    ]
+    columns = (Column(title="call"), Column(title="us", numeric=True), Column(title="to SDPA", numeric=True))
+    print_table(f"Host time of a forward call, B1 H2 S64 D64, on {device.name}", columns, rows)

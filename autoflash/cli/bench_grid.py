@@ -1,0 +1,259 @@
+"""The grid of the published FlashAttention benchmarks: generated kernels beside torch's SDPA backends, in one run."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from autoflash.cli.output import Column
+from autoflash.device import Device, DeviceKind
+from autoflash.dispatch.buckets import cell_of
+from autoflash.dispatch.ladder import Candidate, Here, VendorPolicy, inference_ladder
+from autoflash.dispatch.table import Table
+from autoflash.evaluate.benchmark import interleaved, make_call
+from autoflash.evaluate.cost import tflops
+from autoflash.keys import Json
+from autoflash.problem import DType, Mask, Pass, Problem
+from autoflash.runtime.bind import bind
+from autoflash.runtime.probe import environment
+from autoflash.space import catalog
+from autoflash.trial import Measurement, Tier
+from autoflash.variant import Variant
+
+HEAD_DIMS = (64, 128, 256)
+SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
+QUICK_SEQLENS = (1024, 4096)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """Which problems are timed.
+
+    Attributes:
+        tokens: B * S of each.
+        model_dim: H * D of each.
+        seqlens, head_dims, dtype, ops, masks: The axes.
+    """
+
+    tokens: int
+    model_dim: int
+    seqlens: tuple[int, ...]
+    head_dims: tuple[int, ...]
+    dtype: DType
+    ops: tuple[Pass, ...]
+    masks: tuple[Mask, ...]
+
+    def problems(self) -> Iterator[Problem]:
+        """One problem after the other, shortest sequence first within a head dimension, mask and pass."""
+        for op, mask, head_dim, seqlen in itertools.product(self.ops, self.masks, self.head_dims, self.seqlens):
+            heads = max(1, self.model_dim // head_dim)
+            yield Problem(
+                op=op,
+                dtype=self.dtype,
+                head_dim=head_dim,
+                head_dim_v=head_dim,
+                batch=max(1, self.tokens // seqlen),
+                heads=heads,
+                kv_heads=heads,
+                seqlen_q=seqlen,
+                seqlen_k=seqlen,
+                mask=mask,
+            )
+
+
+def default_grid(device: Device, *, quick: bool) -> Grid:
+    """B*S = 16384 and H*D = 2048 on a GPU; a size that a CPU does in seconds there."""
+    if device.kind is DeviceKind.CPU:
+        return Grid(
+            tokens=1024,
+            model_dim=512,
+            seqlens=(512,) if quick else (256, 512, 1024),
+            head_dims=(64,) if quick else (64, 128),
+            dtype=DType.FP32,
+            ops=tuple(Pass),
+            masks=tuple(Mask),
+        )
+    return Grid(
+        tokens=16384,
+        model_dim=2048,
+        seqlens=QUICK_SEQLENS if quick else SEQLENS,
+        head_dims=(64, 128) if quick else HEAD_DIMS,
+        dtype=DType.BF16,
+        ops=tuple(Pass),
+        masks=tuple(Mask),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """One kernel of a row.
+
+    Attributes:
+        variant: What ran.
+        measurement: None where it cannot do the problem.
+        tflops: Over the visible part of the scores; None without a measurement.
+        reason: Why it did not run; empty where it did.
+    """
+
+    variant: Variant
+    measurement: Measurement | None
+    tflops: float | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One problem of the grid.
+
+    Attributes:
+        problem: What was computed.
+        generated: The kernel that ``attention(vendor="never")`` would run.
+        tier: Where that kernel comes from.
+        vendors: By backend.
+    """
+
+    problem: Problem
+    generated: Timed
+    tier: Tier
+    vendors: dict[str, Timed]
+
+    @property
+    def ratio(self) -> float | None:
+        """Speed of the generated kernel over that of the fastest vendor kernel; above 1 it is faster."""
+        best = max((timed.tflops or 0.0 for timed in self.vendors.values()), default=0.0)
+        return self.generated.tflops / best if best and self.generated.tflops else None
+
+
+def run(
+    grid: Grid, device: Device, table: Table, *, backends: Sequence[str], seed: int, on_row: Callable[[Row], None]
+) -> list[Row]:
+    """Time the grid.
+
+    Args:
+        grid: What to time.
+        device: Where.
+        table: The decisions that say which generated kernel runs.
+        backends: Vendor kernels to time beside it.
+        seed: Of the inputs.
+        on_row: Called after each row.
+    """
+    here = Here(device=device, environment=environment(device))
+    rows = []
+    for problem in grid.problems():
+        cell = cell_of(problem, device)
+        candidate = inference_ladder(cell, here, table, VendorPolicy.NEVER)[0]
+        vendors = [v for v in catalog.vendors(cell, device) if v.structure["backend"] in backends]
+        row = _row(problem, device, candidate, vendors, seed)
+        on_row(row)
+        rows.append(row)
+    return rows
+
+
+def _row(problem: Problem, device: Device, candidate: Candidate, vendors: Sequence[Variant], seed: int) -> Row:
+    timed = time_together(problem, device, [candidate.variant, *vendors], seed)
+    return Row(
+        problem=problem,
+        generated=timed[0],
+        tier=candidate.tier,
+        vendors={one.variant.structure.text("backend"): one for one in timed[1:]},
+    )
+
+
+def time_together(problem: Problem, device: Device, variants: Sequence[Variant], seed: int) -> list[Timed]:
+    """Time several kernels on one problem in turns, so that clocks and heat are the same for all."""
+    calls: list[Callable[[], None]] = []
+    reasons: list[str] = []
+    for variant in variants:
+        try:
+            call = make_call(bind(problem.op, problem.mask, variant, device), problem, device, seed=seed)
+            call()
+        except Exception as error:
+            # A kernel may fail in any way that torch, Triton or the driver has: it is a cell without a number.
+            reasons.append(f"{type(error).__name__}: {error}")
+            continue
+        reasons.append("")
+        calls.append(call)
+    measured = iter(interleaved(calls, device, run=uuid.uuid4().hex[:12]) if calls else [])
+    timed = []
+    for variant, reason in zip(variants, reasons, strict=True):
+        measurement = None if reason else next(measured)
+        speed = None if measurement is None else tflops(problem, measurement.median_us)
+        timed.append(Timed(variant=variant, measurement=measurement, tflops=speed, reason=reason))
+    return timed
+
+
+def row_json(row: Row) -> dict[str, Json]:
+    """A row for machines."""
+    problem = row.problem
+    return {
+        "pass": problem.op.value,
+        "dtype": problem.dtype.value,
+        "mask": problem.mask.value,
+        "head_dim": problem.head_dim,
+        "batch": problem.batch,
+        "heads": problem.heads,
+        "seqlen": problem.seqlen_q,
+        "tier": row.tier.value,
+        "ratio": row.ratio,
+        "generated": timed_json(row.generated),
+        "vendors": {backend: timed_json(timed) for backend, timed in row.vendors.items()},
+    }
+
+
+def timed_json(timed: Timed) -> dict[str, Json]:
+    """One kernel of a row for machines."""
+    measured = timed.measurement
+    return {
+        "variant": timed.variant.to_dict(),
+        "tflops": timed.tflops,
+        "median_us": None if measured is None else measured.median_us,
+        "p20_us": None if measured is None else measured.p20_us,
+        "p80_us": None if measured is None else measured.p80_us,
+        "reason": timed.reason,
+    }
+
+
+def row_columns(backends: Sequence[str]) -> list[Column]:
+    """Of the long table, one row for each problem."""
+    names = ("pass", "mask", "D", "S", "generated", *backends, "ratio")
+    return [Column(title=name, numeric=index >= 2) for index, name in enumerate(names)] + [Column(title="kernel")]
+
+
+def row_cells(row: Row, backends: Sequence[str]) -> list[str]:
+    """The cells of a row of the long table."""
+    problem = row.problem
+    speeds = [row.generated, *(row.vendors.get(backend) for backend in backends)]
+    return [
+        problem.op.value,
+        problem.mask.value,
+        str(problem.head_dim),
+        str(problem.seqlen_q),
+        *(_speed(one) for one in speeds),
+        "-" if row.ratio is None else f"{row.ratio:.2f}",
+        f"{row.generated.variant} ({row.tier.value})",
+    ]
+
+
+def pivot(rows: Sequence[Row], backends: Sequence[str]) -> tuple[list[Column], list[list[str]]]:
+    """The short table of the README: lengths across, one row for each pass, mask and head dimension."""
+    seqlens = sorted({row.problem.seqlen_q for row in rows})
+    columns = [Column(title="pass"), Column(title="mask"), Column(title="D", numeric=True)]
+    columns += [Column(title=f"S={seqlen}", numeric=True) for seqlen in seqlens]
+    lines: dict[tuple[str, str, int], dict[int, str]] = {}
+    for row in rows:
+        problem = row.problem
+        speeds = [_speed(one) for one in (row.generated, *(row.vendors.get(backend) for backend in backends))]
+        line = lines.setdefault((problem.op.value, problem.mask.value, problem.head_dim), {})
+        line[problem.seqlen_q] = " / ".join(speeds)
+    return columns, [
+        [op, mask, str(head_dim), *(line.get(seqlen, "-") for seqlen in seqlens)]
+        for (op, mask, head_dim), line in lines.items()
+    ]
+
+
+def _speed(timed: Timed | None) -> str:
+    if timed is None or timed.tflops is None:
+        return "-"
+    return f"{timed.tflops:.0f}" if timed.tflops >= 10 else f"{timed.tflops:.3f}"

@@ -1,0 +1,140 @@
+"""``autoflash verify``: kernels against the float64 reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import click
+
+from autoflash.cli.options import Common, ProblemOptions, common_options, problem_options
+from autoflash.cli.output import Column, number, print_json, print_table
+from autoflash.cli.records import first_line
+from autoflash.cli.variants import VariantOptions, variant_options
+from autoflash.device import Device
+from autoflash.dispatch import table
+from autoflash.dispatch.buckets import cell_of, inside_of
+from autoflash.dispatch.table import other_device
+from autoflash.errors import InvalidProblemError
+from autoflash.evaluate.verify import verify
+from autoflash.keys import Json
+from autoflash.problem import Problem
+from autoflash.runtime.bind import bind
+from autoflash.runtime.probe import environment, probe
+from autoflash.space import catalog
+from autoflash.trial import Level, Verification
+from autoflash.variant import Variant
+
+COLUMNS = (
+    Column(title="problem"),
+    Column(title="kernel"),
+    Column(title="result"),
+    Column(title="error", numeric=True),
+    Column(title="checks", numeric=True),
+    Column(title="detail"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """One kernel and what became of it; ``verification`` is None where it cannot do the problem at all."""
+
+    cell: str
+    variant: Variant
+    verification: Verification | None
+    reason: str = ""
+
+
+@click.command("verify")
+@common_options
+@problem_options
+@variant_options
+@click.option("--all", "everything", is_flag=True, help="Every recorded or shipped kernel of this device.")
+@click.option("--quick", is_flag=True, help="The problem itself and one irregular shape, not the full grid.")
+def command(wanted: VariantOptions, sizes: ProblemOptions, common: Common, everything: bool, quick: bool) -> None:
+    """Compare kernels with the float64 reference.
+
+    By default the problem's recorded kernels, the default of each family, and the vendor's kernels; with --family
+    and --set one variant. The error is in units of what the gate allows: above 1 is wrong. Exit code 1 if any is.
+    """
+    device = probe(common.device)
+    level = Level.SCREEN if quick else Level.FULL
+    if everything:
+        pairs = list(_recorded(common, device))
+    elif wanted.given:
+        problem = sizes.problem(device)
+        pairs = [(problem, wanted.variant(cell_of(problem, device), device))]
+    else:
+        pairs = list(_candidates(common, sizes.problem(device), device))
+    checked = []
+    with common.progress.status("verifying") as status:
+        for problem, variant in pairs:
+            status.update(f"verifying {cell_of(problem, device)}: {variant}")
+            checked.append(_check(problem, variant, device, level))
+    wrong = [one for one in checked if one.verification is not None and not one.verification.passed]
+    if common.json:
+        print_json([_json(one) for one in checked])
+    else:
+        print_table(f"{len(checked)} kernels against float64", COLUMNS, [_row(one) for one in checked])
+    if wrong or (wanted.given and checked[0].verification is None):
+        raise click.exceptions.Exit(1)
+
+
+def _candidates(common: Common, problem: Problem, device: Device) -> Iterator[tuple[Problem, Variant]]:
+    cell = cell_of(problem, device)
+    hits = table.load(common.db, common.table).hits(cell, environment(device))
+    variants = [choice.variant for hit in hits if hit.is_exact for choice in hit.decision.choices]
+    variants += [catalog.search_space(cell, device, family).default() for family in catalog.families(cell.op, device)]
+    variants += catalog.vendors(cell, device)
+    yield from ((problem, variant) for variant in dict.fromkeys(variants))
+
+
+def _recorded(common: Common, device: Device) -> Iterator[tuple[Problem, Variant]]:
+    here = environment(device)
+    for decision in table.load(common.db, common.table).decisions():
+        if other_device(decision.environment, here) is not None:
+            continue
+        try:
+            problem = inside_of(decision.cell, device)
+        except InvalidProblemError as error:
+            common.progress.print(f"{decision.cell} is left out: {error}", style="dim")
+            continue
+        yield from ((problem, choice.variant) for choice in decision.choices)
+
+
+def _check(problem: Problem, variant: Variant, device: Device, level: Level) -> Checked:
+    cell = str(cell_of(problem, device))
+    try:
+        executable = bind(problem.op, problem.mask, variant, device)
+        reason = executable.why_not(problem)
+        if reason is not None:
+            return Checked(cell=cell, variant=variant, verification=None, reason=reason)
+        return Checked(cell=cell, variant=variant, verification=verify(executable, problem, level))
+    except Exception as error:
+        # Whatever torch, Triton or the driver throws is this kernel's result, and the next one is still asked.
+        failed = Verification(
+            level=level, passed=False, worst_ratio=0.0, detail=f"{type(error).__name__}: {error}", checks=0
+        )
+        return Checked(cell=cell, variant=variant, verification=failed)
+
+
+def _row(checked: Checked) -> list[str]:
+    found = checked.verification
+    if found is None:
+        return [checked.cell, str(checked.variant), "cannot", "-", "-", first_line(checked.reason)]
+    result = "correct" if found.passed else "WRONG"
+    ratio = number(found.worst_ratio, 2)
+    return [checked.cell, str(checked.variant), result, ratio, str(found.checks), first_line(found.detail)]
+
+
+def _json(checked: Checked) -> dict[str, Json]:
+    found = checked.verification
+    return {
+        "cell": checked.cell,
+        "variant": checked.variant.to_dict(),
+        "passed": None if found is None else found.passed,
+        "worst_ratio": None if found is None else found.worst_ratio,
+        "checks": None if found is None else found.checks,
+        "level": None if found is None else found.level.name.lower(),
+        "detail": checked.reason if found is None else found.detail,
+    }
