@@ -1,0 +1,73 @@
+"""The schema's history. Alembic is imported only when there is something to migrate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sqlalchemy import Connection, inspect, text
+
+from autoflash.errors import DatabaseError
+
+VERSION_TABLE = "autoflash_version"
+"""Our own name: Optuna's and other people's histories use ``alembic_version``."""
+
+CURRENT = "0001"
+"""The revision that ``schema.py`` describes."""
+
+READABLE = (CURRENT,)
+"""Revisions whose decisions a reader understands without a migration: the current one and the one before."""
+
+KNOWN = ("0001",)
+"""All revisions, oldest first; a database at any of them can be upgraded."""
+
+# Arbitrary, but ours: serialises migrations on PostgreSQL, where there is no file to lock.
+_ADVISORY_LOCK = 0x6175746F
+
+
+def revision_of(connection: Connection) -> str | None:
+    """The revision that a database is at; None for one without tables.
+
+    Raises:
+        DatabaseError: when there are tables, but none of autoflash's.
+    """
+    tables = inspect(connection).get_table_names()
+    if VERSION_TABLE in tables:
+        revision = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar_one_or_none()
+        return None if revision is None else str(revision)
+    if tables and connection.dialect.name == "sqlite":
+        raise DatabaseError(f"it holds other tables ({', '.join(sorted(tables)[:3])}), not a tuning database")
+    return None
+
+
+def refuse_unknown(revision: str | None, known: tuple[str, ...]) -> None:
+    """Raise for a schema that this version does not understand.
+
+    Raises:
+        DatabaseError: naming both revisions.
+    """
+    if revision is None:
+        raise DatabaseError("it is empty; `autoflash tune` fills it")
+    if revision not in known:
+        if revision in KNOWN:
+            raise DatabaseError(
+                f"its schema {revision} is too old to read; any writing command, such as tune, upgrades it"
+            )
+        raise DatabaseError(
+            f"its schema {revision!r} is unknown to this autoflash, which knows up to {CURRENT}; upgrade autoflash"
+        )
+
+
+def upgrade(connection: Connection) -> None:
+    """Bring an empty or older database to the current schema, inside the caller's transaction."""
+    from alembic import command
+    from alembic.config import Config
+
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(:number)"), {"number": _ADVISORY_LOCK})
+    config = Config()
+    # A ConfigParser reads the option, so a percent sign in the path must be doubled.
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
+    config.attributes["connection"] = connection
+    command.upgrade(config, "head")
+    if connection.dialect.name == "sqlite" and connection.exec_driver_sql("PRAGMA foreign_key_check").first():
+        raise DatabaseError("a row points to one that is not there; the upgrade was not made")
