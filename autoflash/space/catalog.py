@@ -1,0 +1,307 @@
+"""Operation, cell and device in; search space out. The numbers here say what may be tried, never what is best."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from autoflash.device import Device, DeviceKind
+from autoflash.problem import Cell, DType, Mask, Parallelism, Pass
+from autoflash.space import constraint, cost
+from autoflash.space.knob import Knob, Part, split
+from autoflash.variant import Choice, Choices, Family, Variant
+
+# 60 KiB fits every class of shared memory per block: 64 KiB (CDNA 3), 99 KiB (sm_86, sm_89, sm_120), 163 KiB
+# (sm_80), 227 KiB (sm_90, sm_100).
+SAFE_SHARED_BYTES = 60 * 1024
+
+_HEADS_PER_STEP = (0, 1, 4)
+_PORTABLE_BLOCKS = (64, 128, 256, 512, 1024, 2048)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchSpace:
+    """All variants of one family for one cell on one device.
+
+    Attributes:
+        cell, device, family: What the space is for.
+        knobs: In the order in which they depend on each other.
+    """
+
+    cell: Cell
+    device: Device
+    family: Family
+    knobs: tuple[Knob, ...]
+    _variants: list[Variant] = field(default_factory=list, compare=False, repr=False)
+
+    def variant(self, choices: Mapping[str, Choice]) -> Variant:
+        """The variant that flat choices name; knobs left out take their default."""
+        structure, config = split(self.knobs, choices)
+        return Variant(family=self.family, structure=structure, config=config)
+
+    def normalise(self, variant: Variant) -> Variant:
+        """The one spelling of a variant: inapplicable structure knobs at their default, config knobs absent."""
+        return self.variant({**variant.structure, **variant.config})
+
+    def default(self) -> Variant:
+        """A safe variant without preconditions, which fits every class of shared memory."""
+        if self.family is not Family.TRITON:
+            return self.variant({})
+        return self.variant(_safe_blocks(self.cell, self.knobs))
+
+    def why_not(self, variant: Variant) -> str | None:
+        """Why a variant is not in the space; None where it is."""
+        if variant.family is not self.family:
+            return f"{variant.family.value} is not {self.family.value}"
+        flat = {**variant.structure, **variant.config}
+        for knob in self.knobs:
+            if knob.name in flat and flat[knob.name] not in knob.values:
+                return f"{knob.name}={flat[knob.name]} is not one of {', '.join(map(str, knob.values))}"
+        if self.normalise(variant) != variant:
+            return "a knob that means nothing here is set, or one that is needed is missing"
+        return constraint.why_not(variant, self.cell, self.device)
+
+    def variants(self) -> list[Variant]:
+        """Every variant that satisfies the constraints, in a fixed order."""
+        if not self._variants:
+            distinct: dict[Variant, None] = {}
+            for values in itertools.product(*(knob.values for knob in self.knobs)):
+                flat = dict(zip((knob.name for knob in self.knobs), values, strict=True))
+                if self._is_canonical(flat):
+                    distinct[self.variant(flat)] = None
+            self._variants.extend(
+                variant for variant in distinct if constraint.why_not(variant, self.cell, self.device) is None
+            )
+        return list(self._variants)
+
+    def _is_canonical(self, flat: Mapping[str, Choice]) -> bool:
+        """Whether every knob that does not apply stands at its default: skips the other spellings unbuilt."""
+        return all(flat[knob.name] == knob.default or knob.applies(flat) for knob in self.knobs)
+
+
+def families(op: Pass, device: Device) -> tuple[Family, ...]:
+    """The generated families that can run on a device, best first."""
+    if device.kind is DeviceKind.CPU:
+        return (Family.TORCH_TILED,)
+    return (Family.TRITON, Family.TORCH_TILED)
+
+
+def search_space(cell: Cell, device: Device, family: Family) -> SearchSpace:
+    """What may be tried for a cell.
+
+    Raises:
+        ValueError: for the vendor family, which has no knobs; see :func:`vendors`.
+    """
+    # Cells that differ only in what the space does not look at share one enumeration, which takes a second.
+    return replace(_search_space(_essentials(cell), device, family), cell=cell)
+
+
+def _essentials(cell: Cell) -> Cell:
+    """The cell without what no knob and no constraint looks at: the longest block is 2048."""
+    longest = 11
+    return replace(cell, group=1, q_bucket=min(cell.q_bucket, longest), k_bucket=min(cell.k_bucket, longest))
+
+
+@lru_cache(maxsize=32)
+def _search_space(cell: Cell, device: Device, family: Family) -> SearchSpace:
+    if family is Family.TORCH_TILED:
+        knobs = _portable_knobs(cell)
+    elif family is Family.TRITON:
+        knobs = _forward_knobs(cell, device) if cell.op is Pass.FORWARD else _backward_knobs(cell, device)
+    else:
+        raise ValueError(f"the family {family.value} has no search space")
+    return SearchSpace(cell=cell, device=device, family=family, knobs=knobs)
+
+
+def vendors(cell: Cell, device: Device) -> tuple[Variant, ...]:
+    """Vendor kernels worth asking; whether one can do the problem, its executable says."""
+    if device.kind is DeviceKind.CPU:
+        backends: tuple[str, ...] = ("flash", "math")
+    elif cell.dtype is DType.FP32:
+        backends = ("efficient", "math")
+    else:
+        backends = ("cudnn", "flash", "efficient", "math")
+    return tuple(
+        Variant(family=Family.VENDOR, structure=Choices(backend=backend), config=Choices()) for backend in backends
+    )
+
+
+def has_precondition(variant: Variant) -> bool:
+    """Whether a variant asks something of strides or alignment: tensor descriptors do."""
+    return variant.structure.get("loads") == "tma"
+
+
+def _query_outer(choices: Mapping[str, Choice]) -> bool:
+    return choices["loop_order"] == "query_outer"
+
+
+def _has_query_program(choices: Mapping[str, Choice]) -> bool:
+    return choices["loop_order"] in ("split", "fused")
+
+
+def _is_split(choices: Mapping[str, Choice]) -> bool:
+    return choices["loop_order"] == "split"
+
+
+def _is_fused(choices: Mapping[str, Choice]) -> bool:
+    return choices["loop_order"] == "fused"
+
+
+def _owned(cell: Cell, bucket: int) -> tuple[int, ...]:
+    """Lengths of the block that a program owns. Where tiles are few or registers scarce, small ones too."""
+    wide = cost.padded(cell.head_dim) > 128
+    if cell.dtype is DType.FP32:
+        return _up_to(bucket, (16, 32) if wide else (32, 64))
+    if cell.parallelism is not Parallelism.HIGH or bucket < 7:
+        return _up_to(bucket, (16, 32, 64, 128))
+    return (32, 64, 128) if wide else (64, 128)
+
+
+def _stepped(cell: Cell, bucket: int) -> tuple[int, ...]:
+    """Lengths of one step along the other sequence."""
+    wide = cost.padded(cell.head_dim) > 128
+    if cell.dtype is DType.FP32:
+        return _up_to(bucket, (16, 32) if wide else (16, 32, 64))
+    return _up_to(bucket, (16, 32, 64) if wide else (32, 64, 128))
+
+
+def _up_to(bucket: int, blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """Those that a sequence of the bucket fills, and at least the smallest."""
+    return tuple(block for block in blocks if block <= 2**bucket) or blocks[:1]
+
+
+def _stages(device: Device) -> tuple[int, ...]:
+    return (1, 2) if device.kind is DeviceKind.HIP else (1, 2, 3, 4)
+
+
+def _forward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
+    causal = cell.mask is Mask.CAUSAL
+    structure = Part.STRUCTURE
+    rows, steps = _owned(cell, cell.q_bucket), _stepped(cell, cell.k_bucket)
+    loads = ("pointer", "tma") if device.has_tma else ("pointer",)
+    return (
+        Knob(name="loop_order", part=structure, values=("query_outer", "key_outer"), default="query_outer"),
+        Knob(name="loads", part=structure, values=loads, default="pointer", applies=_query_outer),
+        Knob(
+            name="pv_order",
+            part=structure,
+            values=("after_softmax", "under_next_softmax"),
+            default="after_softmax",
+            applies=_query_outer,
+        ),
+        Knob(
+            name="row_sum",
+            part=structure,
+            values=("each_block", "per_thread"),
+            default="each_block",
+            applies=_query_outer,
+        ),
+        Knob(
+            name="mask_loops",
+            part=structure,
+            values=("split", "branch") if causal else ("split",),
+            default="split",
+            applies=_query_outer,
+        ),
+        Knob(
+            name="tile_order",
+            part=structure,
+            # Heads first costs up to a fifth without a mask: it gives up the reuse of K and V in L2.
+            values=("rows_first", "heads_first") if causal else ("rows_first",),
+            default="rows_first",
+            applies=_query_outer,
+        ),
+        *_schedule("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", rows, steps, _stages(device)),
+    )
+
+
+def _backward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
+    causal = cell.mask is Mask.CAUSAL
+    structure, config = Part.STRUCTURE, Part.CONFIG
+    key_rows, query_steps = _owned(cell, cell.k_bucket), _stepped(cell, cell.q_bucket)
+    query_rows, key_steps = _owned(cell, cell.q_bucket), _stepped(cell, cell.k_bucket)
+    stages = _stages(device)[:3]
+    loads = ("pointer", "tma") if device.has_tma else ("pointer",)
+    return (
+        Knob(name="loop_order", part=structure, values=("key_outer", "split", "fused"), default="split"),
+        Knob(name="loads", part=structure, values=loads, default="pointer"),
+        Knob(
+            name="mask_loops",
+            part=structure,
+            values=("branch", "everywhere") if causal else ("branch",),
+            default="branch",
+        ),
+        Knob(name="dot_order", part=structure, values=("textbook", "scores_first"), default="textbook"),
+        Knob(
+            name="tile_order",
+            part=structure,
+            values=("per_head", "per_kind"),
+            default="per_head",
+            applies=_is_fused,
+        ),
+        *_schedule("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", query_steps, key_rows, stages),
+        Knob(name="BLOCK_M2", part=config, values=query_rows, default=query_rows[0], applies=_has_query_program),
+        Knob(name="BLOCK_N2", part=config, values=key_steps, default=key_steps[0], applies=_has_query_program),
+        Knob(name="num_warps2", part=config, values=(4, 8), default=4, applies=_is_split),
+        Knob(name="num_stages2", part=config, values=stages, default=1, applies=_has_query_program),
+    )
+
+
+def _schedule(
+    rows_name: str,
+    step_name: str,
+    warps_name: str,
+    stages_name: str,
+    rows: tuple[int, ...],
+    steps: tuple[int, ...],
+    stages: tuple[int, ...],
+) -> tuple[Knob, ...]:
+    config = Part.CONFIG
+    return (
+        Knob(name=rows_name, part=config, values=rows, default=rows[0]),
+        Knob(name=step_name, part=config, values=steps, default=steps[0]),
+        Knob(name=warps_name, part=config, values=(4, 8), default=4),
+        Knob(name=stages_name, part=config, values=stages, default=1),
+    )
+
+
+def _portable_knobs(cell: Cell) -> tuple[Knob, ...]:
+    config = Part.CONFIG
+    rows = tuple(block for block in _PORTABLE_BLOCKS if block <= max(64, 2**cell.q_bucket))
+    steps = tuple(block for block in _PORTABLE_BLOCKS if block <= max(64, 2**cell.k_bucket))
+    return (
+        Knob(name="loop_order", part=Part.STRUCTURE, values=("query_outer", "key_outer"), default="query_outer"),
+        Knob(name="block_m", part=config, values=rows, default=min(128, rows[-1])),
+        Knob(name="block_n", part=config, values=steps, default=min(256, steps[-1])),
+        Knob(name="heads_per_step", part=config, values=_HEADS_PER_STEP, default=0),
+    )
+
+
+def _safe_blocks(cell: Cell, knobs: tuple[Knob, ...]) -> dict[str, Choice]:
+    """The largest of a few plain tilings whose shared memory fits everywhere."""
+    sizes = (64, 32, 16)
+    chosen: dict[str, Choice] = {}
+    for rows, step in ((rows, step) for rows in sizes for step in sizes if step <= rows):
+        owned = {"BLOCK_M": rows, "BLOCK_N": step}
+        if cell.op is Pass.BACKWARD:
+            # The key program owns BLOCK_N rows, the query program BLOCK_M2.
+            owned = {"BLOCK_M": step, "BLOCK_N": rows, "BLOCK_M2": rows, "BLOCK_N2": step}
+        structure, config = split(knobs, owned)
+        chosen = dict(owned)
+        if _is_safe(Variant(family=Family.TRITON, structure=structure, config=config), cell):
+            break
+    return chosen
+
+
+def _is_safe(variant: Variant, cell: Cell) -> bool:
+    roomy = cost.shared_bytes(variant, cell) <= SAFE_SHARED_BYTES
+    return roomy and all(
+        # A third of the 255 registers for accumulators leaves room for scores and operands without spills.
+        tile.accumulator_registers(32) <= 128
+        and tile.rows <= max(16, tile.rows_there_are)
+        and tile.step <= max(16, tile.steps_there_are)
+        and (cell.dtype is not DType.FP32 or tile.rows * tile.width <= 64 * 64)
+        for tile in cost.tiles(variant, cell)
+    )

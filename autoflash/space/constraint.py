@@ -1,0 +1,70 @@
+"""Rules that refuse a variant before anything is rendered. Each gives its reason in words."""
+
+from __future__ import annotations
+
+from autoflash.device import Device, DeviceKind
+from autoflash.problem import Cell, DType, Pass
+from autoflash.space import cost
+from autoflash.variant import Family, Variant
+
+# A thread of an NVIDIA GPU has 255 registers, one of CDNA 512 (256 of them accumulators).
+_REGISTERS = {DeviceKind.CUDA: 255, DeviceKind.HIP: 512, DeviceKind.CPU: 0}
+
+
+def why_not(variant: Variant, cell: Cell, device: Device) -> str | None:
+    """Why a variant cannot be right or fast for a cell on a device; None where nothing speaks against it."""
+    if variant.family is Family.TRITON:
+        return _loads(variant, cell, device) or _determinism(variant, cell) or _tiles(variant, cell, device)
+    if variant.family is Family.TORCH_TILED:
+        return _rows(variant, cell)
+    return None
+
+
+def _loads(variant: Variant, cell: Cell, device: Device) -> str | None:
+    if variant.structure.get("loads") != "tma":
+        return None
+    if not device.has_tma:
+        return f"{device.arch} has no copy engine for tensor descriptors"
+    for dim in (cell.head_dim, cell.head_dim_v):
+        if dim * cell.dtype.itemsize % 16:
+            return f"a row of {dim} {cell.dtype.value} elements is not a multiple of 16 bytes"
+    return None
+
+
+def _determinism(variant: Variant, cell: Cell) -> str | None:
+    if cell.op is Pass.BACKWARD and cell.deterministic and variant.structure.get("loop_order") == "key_outer":
+        return "atomic additions to dQ are not deterministic"
+    return None
+
+
+def _tiles(variant: Variant, cell: Cell, device: Device) -> str | None:
+    for tile in cost.tiles(variant, cell):
+        if tile.warps * 16 > max(tile.rows, 64) and tile.warps > 4 and cell.op is Pass.FORWARD:
+            return f"{tile.warps} warps share {tile.rows} rows: fewer than 16 for each"
+        if (limit := _round_up(tile.rows_there_are)) < tile.rows:
+            return f"a block of {tile.rows} for a sequence of at most {limit}"
+        if (limit := _round_up(tile.steps_there_are)) < tile.step:
+            return f"a step of {tile.step} for a sequence of at most {limit}"
+        registers = tile.accumulator_registers(device.warp_size)
+        if registers >= _REGISTERS[device.kind]:
+            return f"the accumulators need {registers} registers per thread, {_REGISTERS[device.kind]} exist"
+        # True float32 products run on FMA units, which want small tiles: larger ones spill by the kilobyte.
+        if cell.dtype is DType.FP32 and not cell.tf32 and tile.rows * tile.width > 64 * 64 * 2:
+            return "float32 without TF32 needs smaller tiles"
+    floor = cost.shared_floor(variant, cell)
+    if floor > device.shared_bytes:
+        return f"needs at least {floor} bytes of shared memory, {device.arch} has {device.shared_bytes}"
+    return None
+
+
+def _rows(variant: Variant, cell: Cell) -> str | None:
+    for name, bucket in (("block_m", cell.q_bucket), ("block_n", cell.k_bucket)):
+        block, limit = variant.config.number(name), max(64, 2**bucket)
+        if block > limit:
+            return f"{name}={block} for a sequence of at most {limit}"
+    return None
+
+
+def _round_up(length: int) -> int:
+    """The smallest block that a short sequence may use: a dot needs 16 rows."""
+    return max(16, length)
