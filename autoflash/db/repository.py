@@ -187,7 +187,7 @@ class Repository:
 
         def work(session: Session) -> int:
             conditions = TrialFilter(cell=cell, environment=environment, family=family).conditions()
-            query = trials.joined(select(func.count(TrialRow.variant_id.distinct()))).where(*conditions)
+            query = select(func.count(TrialRow.variant_id.distinct())).select_from(trials.joined()).where(*conditions)
             return session.scalar(query) or 0
 
         return self._database.read(work)
@@ -197,7 +197,7 @@ class Repository:
 
         def work(session: Session) -> dict[Status, int]:
             conditions = TrialFilter(cell=cell, environment=environment).conditions()
-            query = trials.joined(select(TrialRow.status, func.count(TrialRow.id))).where(*conditions)
+            query = select(TrialRow.status, func.count(TrialRow.id)).select_from(trials.joined()).where(*conditions)
             found = {row[0]: row[1] for row in session.execute(query.group_by(TrialRow.status))}
             return {status: found[status] for status in Status if status in found}
 

@@ -7,12 +7,13 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from sqlalchemy import Select, select
+from sqlalchemy import ColumnElement, and_, select
 from sqlalchemy.orm import Session
 
 from autoflash import keys
 from autoflash.db.schema import (
     LONGEST_US,
+    Base,
     CellRow,
     EnvironmentRow,
     MeasurementRow,
@@ -27,7 +28,7 @@ from autoflash.problem import Cell
 from autoflash.trial import Environment, Measurement, Ranked, Resources, Verification
 from autoflash.variant import Choices, Variant
 
-RowT = TypeVar("RowT", CellRow, VariantRow, EnvironmentRow, SoftwareRow)
+RowT = TypeVar("RowT", bound=Base)
 
 _LONGEST_TEXT = 8000
 
@@ -56,8 +57,8 @@ def checked_us(name: str, value: float) -> float:
     return number
 
 
-def _find_or_add(session: Session, query: Select[tuple[RowT]], make: Callable[[], RowT]) -> RowT:
-    row = session.scalars(query).one_or_none()
+def _find_or_add(session: Session, table: type[RowT], condition: ColumnElement[bool], make: Callable[[], RowT]) -> RowT:
+    row = session.scalars(select(table).where(condition)).one_or_none()
     if row is None:
         row = make()
         session.add(row)
@@ -69,7 +70,8 @@ def find_or_add_cell(session: Session, cell: Cell) -> CellRow:
     """The row of a cell."""
     return _find_or_add(
         session,
-        select(CellRow).where(CellRow.key == cell.key),
+        CellRow,
+        CellRow.key == cell.key,
         lambda: CellRow(
             key=cell.key,
             op=cell.op,
@@ -91,7 +93,8 @@ def find_or_add_variant(session: Session, variant: Variant) -> VariantRow:
     """The row of a variant."""
     return _find_or_add(
         session,
-        select(VariantRow).where(VariantRow.key == variant.key),
+        VariantRow,
+        VariantRow.key == variant.key,
         lambda: VariantRow(
             key=variant.key,
             family=variant.family,
@@ -105,7 +108,8 @@ def find_or_add_environment(session: Session, environment: Environment) -> Envir
     """The row of the fields that must match."""
     return _find_or_add(
         session,
-        select(EnvironmentRow).where(EnvironmentRow.key == environment.key),
+        EnvironmentRow,
+        EnvironmentRow.key == environment.key,
         lambda: EnvironmentRow(key=environment.key, **environment.identity()),
     )
 
@@ -115,7 +119,8 @@ def find_or_add_software(session: Session, environment: Environment) -> Software
     torch, driver, cuda = environment.torch, environment.driver, environment.cuda
     return _find_or_add(
         session,
-        select(SoftwareRow).where(SoftwareRow.torch == torch, SoftwareRow.driver == driver, SoftwareRow.cuda == cuda),
+        SoftwareRow,
+        and_(SoftwareRow.torch == torch, SoftwareRow.driver == driver, SoftwareRow.cuda == cuda),
         lambda: SoftwareRow(torch=torch, driver=driver, cuda=cuda),
     )
 

@@ -6,10 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Any, TypeVar
 
-from sqlalchemy import ColumnElement, Select, func, select
-from sqlalchemy.orm import Session
+from sqlalchemy import ColumnElement, FromClause, func, select
+from sqlalchemy.orm import Session, join
 
 from autoflash.db import rows
 from autoflash.db.schema import (
@@ -25,8 +24,6 @@ from autoflash.db.schema import (
 from autoflash.problem import Cell
 from autoflash.trial import Environment, Level, Measurement, Status, Trial, Verification
 from autoflash.variant import Family, Variant
-
-SelectT = TypeVar("SelectT", bound=tuple[Any, ...])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +61,11 @@ class TrialFilter:
         return found
 
 
-def joined(query: Select[SelectT]) -> Select[SelectT]:
-    """The query over trials with their cells, variants and environments, as a filter's conditions need it."""
-    return (
-        query.select_from(TrialRow)
-        .join(CellRow, CellRow.id == TrialRow.cell_id)
-        .join(VariantRow, VariantRow.id == TrialRow.variant_id)
-        .join(EnvironmentRow, EnvironmentRow.id == TrialRow.environment_id)
-    )
+def joined() -> FromClause:
+    """Trials with their cells, variants and environments, as a filter's conditions need them."""
+    with_cells = join(TrialRow, CellRow, CellRow.id == TrialRow.cell_id)
+    with_variants = join(with_cells, VariantRow, VariantRow.id == TrialRow.variant_id)
+    return join(with_variants, EnvironmentRow, EnvironmentRow.id == TrialRow.environment_id)
 
 
 def now_utc() -> str:
@@ -147,7 +141,8 @@ def load(session: Session, wanted: TrialFilter) -> list[Trial]:
     """Trials in the order of their ids, with their latest timing and the verification that governs them."""
     conditions = wanted.conditions()
     query = (
-        joined(select(TrialRow, CellRow, VariantRow, EnvironmentRow, SoftwareRow))
+        select(TrialRow, CellRow, VariantRow, EnvironmentRow, SoftwareRow)
+        .select_from(joined())
         .join(SoftwareRow, SoftwareRow.id == TrialRow.software_id)
         .where(*conditions)
         .order_by(TrialRow.id)
@@ -182,7 +177,8 @@ def load(session: Session, wanted: TrialFilter) -> list[Trial]:
 def _latest_measurements(session: Session, conditions: list[ColumnElement[bool]]) -> dict[int, Measurement]:
     """Timing by trial."""
     latest = (
-        joined(select(func.max(MeasurementRow.id)))
+        select(func.max(MeasurementRow.id))
+        .select_from(joined())
         .join(MeasurementRow, MeasurementRow.trial_id == TrialRow.id)
         .where(*conditions)
         .group_by(MeasurementRow.trial_id)
