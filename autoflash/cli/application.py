@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         outcome = program.main(args=None if arguments is None else list(arguments), standalone_mode=False)
         sys.stdout.flush()
@@ -85,6 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader (head, less) has seen enough. Python would complain again when it flushes at exit.
         sys.stdout = None  # type: ignore[assignment]  # documented way to have no standard output
         return DONE
+    finally:
+        signal.signal(signal.SIGTERM, before)
     return outcome if isinstance(outcome, int) else DONE
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -15,9 +14,10 @@ import autoflash
 from autoflash.cli import bench_grid
 from autoflash.cli.bench_grid import Grid, Row
 from autoflash.cli.bench_sweep import Sweep, sweep
-from autoflash.cli.export import write_atomically
 from autoflash.cli.options import DTYPE, PASS, Common, common_options
 from autoflash.cli.output import Column, markdown_table, number, print_json, print_table
+from autoflash.deploy.export import write_table
+from autoflash.deploy.shipped import device_slug
 from autoflash.device import Device
 from autoflash.dispatch import table
 from autoflash.dispatch.buckets import cell_of, problem_of
@@ -103,7 +103,7 @@ def _grid(common: Common, device: Device, grid: Grid, out: Path | None, readme: 
     report = _report(device, grid, rows)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_atomically(out / f"{_slug(device.name)}.json", bench_json(report))
+        write_table(out / f"{device_slug(device.name)}.json", bench_json(report), force=True)
     short = f"{_caption(device, backends)}\n\n{markdown_table(*bench_grid.pivot(rows, backends))}\n"
     if readme is not None:
         _put_into(readme, short)
@@ -148,10 +148,6 @@ def _today() -> str:
     return datetime.now(timezone.utc).date().isoformat()
 
 
-def _slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
 def _put_into(readme: Path, text: str) -> None:
     """Replace what stands between the two marks.
 
@@ -162,7 +158,7 @@ def _put_into(readme: Path, text: str) -> None:
     _, end, after = rest.partition(README_END)
     if not begin or not end:
         raise click.UsageError(f"{readme} has no lines {README_BEGIN!r} and {README_END!r}")
-    write_atomically(readme, f"{before}{begin}\n{text}{end}{after}")
+    write_table(readme, f"{before}{begin}\n{text}{end}{after}", force=True)
 
 
 def _exhaustive(common: Common, device: Device, grid: Grid) -> None:

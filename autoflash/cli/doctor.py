@@ -162,7 +162,7 @@ def _database(common: Common) -> Iterator[Finding]:
             text = f"{file}: {count} decisions; it replaces the database"
             yield Finding(subject="table", state="ok", text=text)
     url = paths.database_url(common.db)
-    if "://" not in url and not Path(url).exists():
+    if not Repository.exists(common.db):
         yield Finding(subject="database", state="note", text=f"{url} does not exist yet; `autoflash tune` makes it")
         return
     try:
@@ -172,7 +172,7 @@ def _database(common: Common) -> Iterator[Finding]:
     except AutoflashError as error:
         yield Finding(subject="database", state="failure", text=str(error))
         return
-    text = f"{url}: {len(trials)} trials, {len(decisions)} decisions"
+    text = f"{repository.location}: {len(trials)} trials, {len(decisions)} decisions"
     yield Finding(subject="database", state="ok", text=text)
     if bad:
         reasons = "; ".join(f"trial {trial}: {reason}" for trial, reason in list(bad.items())[:5])
@@ -184,10 +184,10 @@ def _families(device: Device) -> Iterator[Finding]:
     for family in (Family.TRITON, Family.TORCH_TILED):
         passes = [op.value for op in Pass if family in catalog.families(op, device)]
         if passes:
-            yield Finding(subject=family.value, state="ok", text=" and ".join(passes))
+            yield Finding(subject=f"{family.value} kernels", state="ok", text=" and ".join(passes))
         else:
             text = "needs a GPU; here its kernels can be rendered, interpreted and cross-compiled, not run"
-            yield Finding(subject=family.value, state="note", text=text)
+            yield Finding(subject=f"{family.value} kernels", state="note", text=text)
 
 
 def _records(common: Common, here: Environment) -> Iterator[Finding]:

@@ -23,15 +23,17 @@ def command(common: Common, file: Path) -> None:
     Rows of another device are kept for machines that have it, and never used on this one.
     """
     text = file.read_text(encoding="utf-8", errors="replace")
+    # A damaged table must not even make a database.
     decisions = load_decisions(text)
     with Repository.open(common.db) as repository:
-        import_table(text, repository)
+        done = import_table(text, repository)
     here = environment(probe(common.device))
-    foreign = sorted({d.environment.device_name for d in decisions if other_device(d.environment, here) is not None})
-    count = sum(other_device(decision.environment, here) is not None for decision in decisions)
+    foreign = [decision for decision in decisions if other_device(decision.environment, here) is not None]
+    names = sorted({decision.environment.device_name for decision in foreign})
     if common.json:
-        print_json({"decisions": len(decisions), "for_other_devices": count, "devices": list(foreign)})
+        content = {"decisions": done.read, "added": done.added, "for_other_devices": len(foreign)}
+        print_json({**content, "devices": list(names)})
         return
-    click.echo(f"Imported {len(decisions)} decisions from {file}.")
-    if count:
-        click.echo(f"{count} of them are for other devices and not used here: {', '.join(foreign)}.")
+    click.echo(f"Read {done.read} decisions from {file}; {done.added} are new.")
+    if foreign:
+        click.echo(f"{len(foreign)} of them are for other devices and not used here: {', '.join(names)}.")

@@ -67,6 +67,8 @@ def command(
 
 
 def _trials(common: Common, status: str | None) -> list[Trial]:
+    if not Repository.exists(common.db):
+        return []
     with Repository.open(common.db, read_only=True) as repository:
         return list(repository.trials(status=Status(status) if status else None))
 
@@ -74,6 +76,8 @@ def _trials(common: Common, status: str | None) -> list[Trial]:
 def _decisions(common: Common, shipped: bool) -> Iterable[Decision]:
     if shipped or paths.table_file(common.table) is not None:
         return table.load(common.db, common.table).decisions()
+    if not Repository.exists(common.db):
+        return []
     with Repository.open(common.db, read_only=True) as repository:
         return list(repository.decisions())
 
