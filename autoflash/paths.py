@@ -56,3 +56,9 @@ def vendor_policy() -> str:
 def log_level() -> str:
     """Level of the ``autoflash`` logger (``AUTOFLASH_LOG``)."""
     return os.environ.get("AUTOFLASH_LOG", "WARNING").upper()
+
+
+def triton_cache_dir() -> Path:
+    """Folder of Triton's compiled kernels: where ``TRITON_CACHE_DIR`` says, else beside our own files."""
+    chosen = os.environ.get("TRITON_CACHE_DIR")
+    return Path(chosen) if chosen else cache_dir() / "triton"
