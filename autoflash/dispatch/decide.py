@@ -61,7 +61,8 @@ def decide(
     canonical: who already wins neighbouring cells, then less shared memory, fewer registers, then the digest.
 
     Args:
-        cell, environment: What is decided, and where.
+        cell: What is decided.
+        environment: Where it is decided.
         trials: Of generated kernels, in any order. Those of other cells or environments are ignored.
         vendor: Of vendor kernels; the fastest of the same run is stored beside the choices.
         neighbours: Decisions of other cells, for the canonical choice; distant ones are ignored.

@@ -1,0 +1,175 @@
+"""The order in which kernels are considered for a call. Pure: a cell, a device and a table in, candidates out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from autoflash.device import Device, DeviceKind
+from autoflash.dispatch.table import Hit, Table
+from autoflash.problem import Cell
+from autoflash.space import catalog
+from autoflash.trial import Environment, Ranked, Tier
+from autoflash.variant import Family, Variant
+
+_MOST_HITS = 3
+
+
+class VendorPolicy(str, Enum):
+    """Whether vendor kernels may be used beside the generated ones."""
+
+    ALLOW = "allow"
+    NEVER = "never"
+    ONLY = "only"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Here:
+    """The device that a call runs on, and the environment that records have to match."""
+
+    device: Device
+    environment: Environment
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One kernel that may serve a cell.
+
+    Attributes:
+        variant: What to run.
+        tier: The rung it stands on.
+        reason: Why it stands there, in words.
+        ranked: Its record; None where it was never measured here.
+        hit: The decision that the record belongs to.
+        to_verify: It has to pass a local verification before its first use.
+    """
+
+    variant: Variant
+    tier: Tier
+    reason: str
+    ranked: Ranked | None = None
+    hit: Hit | None = None
+    to_verify: bool = False
+
+    @property
+    def vendor_us(self) -> float | None:
+        """Time of the fastest vendor kernel in the run that measured this one."""
+        vendor = self.hit.decision.vendor if self.hit is not None else None
+        return vendor.median_us if vendor is not None else None
+
+    @property
+    def beats_vendor(self) -> bool:
+        """Whether it was measured at least as fast as every vendor kernel of the same run."""
+        return self.ranked is not None and (self.vendor_us is None or self.ranked.median_us <= self.vendor_us)
+
+
+def inference_ladder(cell: Cell, here: Here, table: Table, policy: VendorPolicy) -> tuple[Candidate, ...]:
+    """Candidates for a forward pass whose gradient nobody asks for, best first.
+
+    A generated kernel goes before the vendor's where it was measured at least as fast.
+    """
+    tuned, fallbacks = _tuned(cell, here, table), _fallbacks(cell, here)
+    if policy is VendorPolicy.NEVER:
+        return (*tuned, *fallbacks)
+    vendors = _vendors(cell, here, tuned)
+    if policy is VendorPolicy.ONLY:
+        return vendors
+    faster = [candidate for candidate in tuned if candidate.beats_vendor]
+    slower = [candidate for candidate in tuned if not candidate.beats_vendor]
+    return (*faster, *vendors, *slower, *fallbacks)
+
+
+def training_ladders(
+    forward: Cell, backward: Cell, here: Here, table: Table, policy: VendorPolicy
+) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
+    """Candidates for a forward pass and its backward, best first.
+
+    A vendor's forward pairs with its own backward, so generated kernels go first where the sum of both passes was
+    measured at least as fast. The second ladder serves generated forwards and holds no vendor kernel, unless only
+    those are allowed.
+    """
+    tuned, fallbacks = _tuned(forward, here, table), _fallbacks(forward, here)
+    tuned_backward = _tuned(backward, here, table)
+    backwards = (*tuned_backward, *_fallbacks(backward, here))
+    if policy is VendorPolicy.NEVER:
+        return (*tuned, *fallbacks), backwards
+    vendors = _vendors(forward, here, tuned_backward or tuned)
+    if policy is VendorPolicy.ONLY:
+        return vendors, vendors
+    if tuned and tuned_backward and _sum_beats_vendor(tuned[0], tuned_backward[0]):
+        return (*tuned, *vendors, *fallbacks), backwards
+    return (*vendors, *tuned, *fallbacks), backwards
+
+
+def _sum_beats_vendor(forward: Candidate, backward: Candidate) -> bool:
+    if forward.ranked is None or backward.ranked is None:
+        return False
+    if forward.vendor_us is None or backward.vendor_us is None:
+        # No vendor kernel could do one of the passes when they were timed.
+        return True
+    return forward.ranked.median_us + backward.ranked.median_us <= forward.vendor_us + backward.vendor_us
+
+
+def _tuned(cell: Cell, here: Here, table: Table) -> tuple[Candidate, ...]:
+    """The recorded choices for the cell, then those of the nearest cells."""
+    candidates: dict[Variant, Candidate] = {}
+    for hit in table.hits(cell, here.environment)[:_MOST_HITS]:
+        for ranked in hit.decision.choices:
+            candidates.setdefault(ranked.variant, _recorded(cell, here, hit, ranked))
+    return tuple(candidates.values())
+
+
+def _recorded(cell: Cell, here: Here, hit: Hit, ranked: Ranked) -> Candidate:
+    decision = hit.decision
+    stale = decision.environment.mismatch(here.environment, ranked.variant.family)
+    source = f"{decision.reason} (from {hit.origin.words})"
+    if stale is not None:
+        tier, reason = Tier.STALE, f"{stale}; timing unconfirmed; was {source}"
+    elif hit.is_exact:
+        tier, reason = Tier.EXACT, source
+    else:
+        tier, reason = Tier.NEAREST, f"{cell} is not tuned; the nearest that is, {decision.cell}: {source}"
+    return Candidate(
+        variant=ranked.variant, tier=tier, reason=reason, ranked=ranked, hit=hit, to_verify=stale is not None
+    )
+
+
+def _vendors(cell: Cell, here: Here, tuned: Sequence[Candidate]) -> tuple[Candidate, ...]:
+    """Vendor kernels in the catalog's order, the one that was measured fastest before the others."""
+    hit = tuned[0].hit if tuned else None
+    best = hit.decision.vendor if hit is not None else None
+    variants = [best.variant] if best is not None else []
+    variants += [variant for variant in catalog.vendors(cell, here.device) if variant not in variants]
+    if best is None:
+        what = f"no tuned kernel for {cell}; not measured here"
+        return tuple(Candidate(variant=variant, tier=Tier.VENDOR, reason=what) for variant in variants)
+    faster = f"measured at {best.median_us:.1f} us, the fastest vendor kernel in the run that tuned {hit.decision.cell}"  # type: ignore[union-attr]  # best came from it
+    others = "not measured here"
+    return tuple(
+        Candidate(
+            variant=variant,
+            tier=Tier.VENDOR,
+            reason=faster if variant == best.variant else others,
+            ranked=best if variant == best.variant else None,
+            hit=hit if variant == best.variant else None,
+        )
+        for variant in variants
+    )
+
+
+def _fallbacks(cell: Cell, here: Here) -> tuple[Candidate, ...]:
+    """The default of each family that runs on the device; the portable one is the last resort of a GPU."""
+    on_cpu = here.device.kind is DeviceKind.CPU
+    candidates = []
+    for family in catalog.families(cell.op, here.device):
+        last_resort = family is Family.TORCH_TILED and not on_cpu
+        candidates.append(
+            Candidate(
+                variant=catalog.search_space(cell, here.device, family).default(),
+                tier=Tier.PORTABLE if last_resort else Tier.DEFAULT,
+                reason=f"not measured here: the default of {family.value} for {here.device.arch}",
+                to_verify=True,
+            )
+        )
+    return tuple(candidates)
