@@ -22,7 +22,7 @@ HOMES = {
     "sqlalchemy": ("db/",),
     "alembic": ("db/",),
     "triton": ("runtime/",),
-    "torch": ("attention.py", "evaluate/", "runtime/", "dispatch/resolve.py"),
+    "torch": ("attention.py", "arguments.py", "calls.py", "ops.py", "evaluate/", "runtime/", "dispatch/resolve.py"),
     "click": ("cli/",),
     "rich": ("cli/",),
     "platformdirs": ("paths.py",),
