@@ -1,4 +1,4 @@
-"""The only file that touches Triton's internals: compile for a target, load on a device, launch.
+"""Compile for a target, load on a device, launch. With ``interpreter.py``, all that touches Triton's internals.
 
 A launch is described in three steps, each made once and used often:
 
@@ -216,40 +216,13 @@ def load_kernel(module: ModuleType, plan: KernelPlan, device: Device) -> Kernel:
         Exception: whatever Triton raises for a kernel that it cannot compile or load.
     """
     if is_interpreted():
-        return _InterpretedKernel(getattr(module, plan.function), plan)
+        from autoflash.runtime.interpreter import InterpretedKernel
+
+        return InterpretedKernel(getattr(module, plan.function), plan)
     if device.kind is DeviceKind.CPU:
         raise NoKernelError("Triton kernels do not run on a CPU, except in its interpreter (TRITON_INTERPRET=1)")
     with torch.cuda.device(device.index):
         return _LoadedKernel(compile_kernel(module, plan, device), plan, device)
-
-
-class _InterpretedKernel:
-    """A kernel in Triton's interpreter: descriptors are made at each call, and nothing is compiled."""
-
-    resources: Resources | None = None
-
-    def __init__(self, function: Any, plan: KernelPlan) -> None:
-        self._function = function
-        self._plan = plan
-
-    def bind(self, layouts: Sequence[Layout | None], numbers: Sequence[Number], programs: int) -> Launch:
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        plan = self._plan
-        scalars = dict(zip((argument.name for argument in plan.numbers), numbers, strict=True))
-        constants = dict(plan.constants)
-
-        def launch(*tensors: Tensor) -> None:
-            arguments: dict[str, object] = {}
-            for argument, layout, tensor in zip(plan.tensors, layouts, tensors, strict=True):
-                arguments[argument.name] = (
-                    tensor
-                    if layout is None
-                    else TensorDescriptor(tensor, list(layout.shape), list(layout.strides), list(argument.block))
-                )
-            self._function[(programs,)](**arguments, **scalars, **constants)
-
-        return launch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,7 +312,7 @@ class _TensorMaps:
         if found is None:
             found = (self._encode(pointer), *self._numbers)
             while len(self._maps) >= MAX_TENSOR_MAPS:
-                self._maps.pop(next(iter(self._maps)), None)
+                self._maps.pop(next(iter(list(self._maps))), None)
         self._maps[pointer] = found
         return found
 
