@@ -202,10 +202,8 @@ class _Verifications:
         if wanted.cell is not None:
             query = query.where(*_form_conditions(wanted.cell))
         if wanted.trial_id is not None:
-            trial = session.get_one(TrialRow, wanted.trial_id)
-            query = query.where(
-                VerificationRow.source_digest == trial.source_digest, VerificationRow.variant_id == trial.variant_id
-            )
+            variant = select(TrialRow.variant_id).where(TrialRow.id == wanted.trial_id).scalar_subquery()
+            query = query.where(VerificationRow.variant_id == variant)
         distrusted = set(session.scalars(select(QuarantineRow.trial_id)))
         self._own: dict[int, Verification] = {}
         self._shared: dict[_Kernel, list[Verification]] = defaultdict(list)
