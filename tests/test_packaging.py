@@ -53,7 +53,7 @@ def test_wheel_holds_the_package_the_templates_and_the_tables(wheel: Path) -> No
         f"autoflash/{path.relative_to(ROOT).as_posix()}"
         for folder in ("templates", "tuning_db")
         for path in (ROOT / folder).rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and not any(part.startswith((".", "__pycache__")) for part in path.relative_to(ROOT).parts)
     }
     assert modules | data | {"autoflash/py.typed"} <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)

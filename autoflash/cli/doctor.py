@@ -30,7 +30,7 @@ from autoflash.trial import Decision, Environment
 from autoflash.variant import Family
 
 TESTED_TRITON = ((3, 6), (3, 9))
-TESTED_TORCH = ((2, 10), (2, 14))
+TESTED_TORCH = ((2, 10), (2, 13))
 """Lowest and highest release that the test suite has run with."""
 
 MARKS = {"ok": ("ok", "green"), "note": ("note", "cyan"), "warning": ("warn", "yellow"), "failure": ("FAIL", "red")}
