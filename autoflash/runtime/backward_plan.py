@@ -1,0 +1,297 @@
+"""Which kernels a backward call of the Triton family launches, in which compiled form, with which numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autoflash.problem import Problem
+from autoflash.runtime.launch import Constant, KernelPlan, Layout, Number, NumberArgument, TensorArgument
+from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, descriptor_layout
+from autoflash.variant import Variant
+
+TENSORS = ("q", "k", "v", "out", "lse", "dout", "dlse", "log2_sum", "delta", "acc", "dq", "dk", "dv")
+"""Every tensor of a backward call; a step names those that it takes by their position here."""
+
+_LOG2_E = math.log2(math.e)
+
+# The kernels before and after move memory: a tile of 8192 elements keeps 4 warps busy and few registers.
+_STREAM_ELEMENTS = 8192
+_STREAM_WARPS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One kernel of a backward call.
+
+    Attributes:
+        plan: What is compiled.
+        tensors: Positions in :data:`TENSORS`, in the order of the plan.
+        layouts: Of the tensors that are passed as descriptors; None for the others.
+        numbers: In the order of the plan.
+        programs: How many are launched.
+    """
+
+    plan: KernelPlan
+    tensors: tuple[int, ...]
+    layouts: tuple[Layout | None, ...]
+    numbers: tuple[Number, ...]
+    programs: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Use:
+    """A tensor as a parameter of a kernel: a descriptor of so many rows, or a pointer (rows 0) with its strides."""
+
+    tensor: str
+    parameter: str
+    rows: int = 0
+
+
+def block_dim(head_dim: int) -> int:
+    """Columns of the tile that holds vectors of this length: a power of two that a matrix unit can take."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def padded_rows(problem: Problem, variant: Variant) -> int:
+    """Rows of the workspaces log2_sum and delta for each head: whole tiles of every kernel."""
+    rows = [_stream_rows(problem), *(variant.config.number(name) for name in _row_knobs(variant))]
+    return -(-problem.seqlen_q // max(rows)) * max(rows)
+
+
+def backward_steps(
+    problem: Problem, variant: Variant, operands: Mapping[str, Operand], scale: float, *, has_dlse: bool
+) -> tuple[Step, ...]:
+    """The kernels of a backward call in launch order.
+
+    Args:
+        problem: With at least one query and one key.
+        variant: Of the Triton family, backward.
+        operands: How q, k, v, out, dout, dq, dk and dv lie in memory.
+        scale: Factor of the scores.
+        has_dlse: LSE was used, and its gradient is given.
+    """
+    planner = _Planner(problem, variant, operands, scale)
+    main = {
+        "split": lambda: (planner.keys(), planner.queries()),
+        "fused": lambda: (planner.fused(),),
+        "key_outer": lambda: (planner.keys(), planner.postprocess()),
+    }[variant.structure.text("loop_order")]
+    return (planner.preprocess(has_dlse), *main())
+
+
+def _row_knobs(variant: Variant) -> tuple[str, ...]:
+    return ("BLOCK_M",) if variant.structure.text("loop_order") == "key_outer" else ("BLOCK_M", "BLOCK_M2")
+
+
+def _key_knobs(variant: Variant) -> tuple[str, ...]:
+    return tuple(name.replace("_M", "_N") for name in _row_knobs(variant))
+
+
+def _stream_rows(problem: Problem) -> int:
+    widest = max(block_dim(problem.head_dim), block_dim(problem.head_dim_v))
+    return min(128, _STREAM_ELEMENTS // widest)
+
+
+class _Planner:
+    """The facts that the steps of one call share."""
+
+    def __init__(self, problem: Problem, variant: Variant, operands: Mapping[str, Operand], scale: float) -> None:
+        self._problem = problem
+        self._structure = variant.structure
+        self._config = variant.config
+        self._operands = operands
+        self._uses_tma = variant.structure.text("loads") == "tma"
+        self._is_key_outer = variant.structure.text("loop_order") == "key_outer"
+        self._padded_q = padded_rows(problem, variant)
+        self._stream_rows = _stream_rows(problem)
+        self._widths: dict[str, Constant] = {
+            "D": problem.head_dim,
+            "D_V": problem.head_dim_v,
+            "BLOCK_D": block_dim(problem.head_dim),
+            "BLOCK_DV": block_dim(problem.head_dim_v),
+        }
+        even_m = all(problem.seqlen_q % self._config.number(name) == 0 for name in _row_knobs(variant))
+        even_n = all(problem.seqlen_k % self._config.number(name) == 0 for name in _key_knobs(variant))
+        self._shared_constants: dict[str, Constant] = {
+            **self._widths,
+            "GROUP": problem.group,
+            "EVEN_M": even_m,
+            "EVEN_N": even_n,
+            "PRECISION": "tf32" if problem.tf32 else "ieee",
+        }
+        # What EVEN_* promise holds for the lengths themselves.
+        self._shared_numbers: list[tuple[NumberArgument, Number]] = [
+            (NumberArgument(name="scale", type="fp32"), scale),
+            (NumberArgument(name="log2_scale", type="fp32"), scale * _LOG2_E),
+            (NumberArgument(name="kv_heads"), problem.kv_heads),
+            (NumberArgument(name="seqlen_q", multiple_of=16 if even_m else 1), problem.seqlen_q),
+            (NumberArgument(name="seqlen_k", multiple_of=16 if even_n else 1), problem.seqlen_k),
+            (NumberArgument(name="padded_q", multiple_of=16), self._padded_q),
+            (NumberArgument(name="diagonal"), problem.diagonal),
+        ]
+
+    def preprocess(self, has_dlse: bool) -> Step:
+        """Base-2 LSE and delta of every row; zeroes the accumulator, if there is one."""
+        problem = self._problem
+        names = ["D_V", "BLOCK_DV", *(["D", "BLOCK_D"] if self._is_key_outer else [])]
+        return self._step(
+            "backward_preprocess",
+            [_Use(tensor=name, parameter=f"{name}_ptr") for name in ("out", "dout", "lse", "dlse", "log2_sum", "delta")]
+            + ([_Use(tensor="acc", parameter="acc_ptr")] if self._is_key_outer else []),
+            [
+                (NumberArgument(name="heads"), problem.heads),
+                (NumberArgument(name="seqlen_q"), problem.seqlen_q),
+                (NumberArgument(name="padded_q", multiple_of=16), self._padded_q),
+                (NumberArgument(name="has_dlse"), int(has_dlse)),
+            ],
+            {name: self._widths[name] for name in names} | {"ROWS": self._stream_rows},
+            problem.batch * problem.heads * (self._padded_q // self._stream_rows),
+            _STREAM_WARPS,
+            1,
+        )
+
+    def keys(self) -> Step:
+        """The programs that own keys; with key_outer, they add to the accumulator too."""
+        rows, block_n = self._config.number("BLOCK_M"), self._config.number("BLOCK_N")
+        uses = [*self._inputs(rows, block_n), *self._key_outputs(block_n), *self._row_inputs()]
+        uses += [_Use(tensor="acc", parameter="acc_ptr")] if self._is_key_outer else []
+        return self._step(
+            "backward_keys",
+            uses,
+            self._shared_numbers,
+            self._shared_constants | self._tile("") | {"STAGES": self._config.number("num_stages")},
+            self._problem.batch * self._problem.kv_heads * self._tiles(self._problem.seqlen_k, block_n),
+            self._config.number("num_warps"),
+            self._config.number("num_stages"),
+        )
+
+    def queries(self) -> Step:
+        """The programs that own queries, as a kernel of their own."""
+        rows, block_n = self._config.number("BLOCK_M2"), self._config.number("BLOCK_N2")
+        return self._step(
+            "backward_queries",
+            [*self._inputs(rows, block_n), self._use("dq", rows), *self._row_inputs()],
+            self._shared_numbers,
+            self._shared_constants | self._tile("2") | {"STAGES2": self._config.number("num_stages2")},
+            self._problem.batch * self._problem.heads * self._tiles(self._problem.seqlen_q, rows),
+            self._config.number("num_warps2"),
+            self._config.number("num_stages2"),
+        )
+
+    def fused(self) -> Step:
+        """Both kinds of program in one kernel."""
+        problem, config = self._problem, self._config
+        rows, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
+        rows2, block_n2 = config.number("BLOCK_M2"), config.number("BLOCK_N2")
+        uses = self._inputs(rows, block_n) + self._key_outputs(block_n)
+        uses += self._inputs(rows2, block_n2, "2") if self._uses_tma else []
+        tiles = self._tiles(problem.seqlen_k, block_n) + problem.group * self._tiles(problem.seqlen_q, rows2)
+        stages: dict[str, Constant] = {
+            "STAGES": config.number("num_stages"),
+            "STAGES2": config.number("num_stages2"),
+        }
+        return self._step(
+            "backward_fused",
+            [*uses, self._use("dq", rows2), *self._row_inputs()],
+            [(NumberArgument(name="batches"), problem.batch), *self._shared_numbers],
+            self._shared_constants | self._tile("") | self._tile("2") | stages,
+            problem.batch * problem.kv_heads * tiles,
+            config.number("num_warps"),
+            config.number("num_stages"),
+        )
+
+    def postprocess(self) -> Step:
+        """From the accumulator to dq."""
+        problem = self._problem
+        return self._step(
+            "backward_postprocess",
+            [_Use(tensor="acc", parameter="acc_ptr"), _Use(tensor="dq", parameter="dq_ptr")],
+            [
+                self._shared_numbers[0],
+                (NumberArgument(name="heads"), problem.heads),
+                (NumberArgument(name="seqlen_q"), problem.seqlen_q),
+            ],
+            {"D": self._widths["D"], "BLOCK_D": self._widths["BLOCK_D"], "ROWS": self._stream_rows},
+            problem.batch * problem.heads * self._tiles(problem.seqlen_q, self._stream_rows),
+            _STREAM_WARPS,
+            1,
+        )
+
+    @staticmethod
+    def _tiles(length: int, rows: int) -> int:
+        return -(-length // rows)
+
+    def _tile(self, which: str) -> dict[str, Constant]:
+        return {name + which: self._config.number(name + which) for name in ("BLOCK_M", "BLOCK_N")}
+
+    def _use(self, tensor: str, rows: int, suffix: str = "") -> _Use:
+        if self._uses_tma:
+            return _Use(tensor=tensor, parameter=tensor + suffix, rows=rows)
+        return _Use(tensor=tensor, parameter=f"{tensor}_ptr")
+
+    def _inputs(self, rows: int, block_n: int, suffix: str = "") -> list[_Use]:
+        sides = {"q": rows, "k": block_n, "v": block_n, "dout": rows}
+        return [self._use(tensor, side, suffix) for tensor, side in sides.items()]
+
+    def _key_outputs(self, block_n: int) -> list[_Use]:
+        return [self._use("dk", block_n), self._use("dv", block_n)]
+
+    def _row_inputs(self) -> list[_Use]:
+        return [_Use(tensor=name, parameter=f"{name}_ptr") for name in ("log2_sum", "delta")]
+
+    def _step(
+        self,
+        function: str,
+        uses: Sequence[_Use],
+        numbers: Sequence[tuple[NumberArgument, Number]],
+        constants: Mapping[str, Constant],
+        programs: int,
+        num_warps: int,
+        num_stages: int,
+    ) -> Step:
+        item_bytes = self._problem.dtype.itemsize
+        constants = dict(constants)
+        strides: list[tuple[NumberArgument, Number]] = []
+        tensors: list[TensorArgument] = []
+        layouts: list[Layout | None] = []
+        for use in uses:
+            operand = self._operands.get(use.tensor)
+            if operand is None:
+                # LSE and its gradient may come from anywhere, the workspaces from torch's allocator.
+                aligned = use.tensor not in ("lse", "dlse")
+                tensors.append(TensorArgument(name=use.parameter, dtype="fp32", aligned=aligned))
+                layouts.append(None)
+                continue
+            dtype = self._problem.dtype.value
+            if use.rows:
+                width = self._widths["BLOCK_DV" if use.tensor in ("v", "dout", "dv") else "BLOCK_D"]
+                tensors.append(TensorArgument(name=use.parameter, dtype=dtype, block=(1, 1, use.rows, int(width))))
+                layouts.append(descriptor_layout(operand.shape, operand.strides, item_bytes))
+                continue
+            tensors.append(TensorArgument(name=use.parameter, dtype=dtype, aligned=operand.is_dense))
+            layouts.append(None)
+            multiple_of = ALIGNMENT_BYTES // item_bytes if operand.is_dense else 1
+            for dim, stride in zip("bhsd", operand.kernel_strides(), strict=True):
+                name = f"stride_{use.tensor}_{dim}"
+                if operand.is_dense and dim == "d":
+                    constants[name] = 1
+                else:
+                    strides.append((NumberArgument(name=name, type="i64", multiple_of=multiple_of), stride))
+        given = [*strides, *numbers]
+        plan = KernelPlan(
+            function=function,
+            tensors=tuple(tensors),
+            numbers=tuple(argument for argument, _ in given),
+            constants=tuple(sorted(constants.items())),
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+        return Step(
+            plan=plan,
+            tensors=tuple(TENSORS.index(use.tensor) for use in uses),
+            layouts=tuple(layouts),
+            numbers=tuple(value for _, value in given),
+            programs=programs,
+        )

@@ -1,0 +1,78 @@
+"""Where the elements of a [B, H, S, D] tensor lie: what kernels may be promised, and what outputs look like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from autoflash.runtime.launch import Layout
+
+ALIGNMENT_BYTES = 16
+"""What vector loads and tensor maps want of addresses and strides."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """A tensor of a call as far as its kernels look at it.
+
+    Attributes:
+        shape, strides: Of [B, H, S, D], strides in elements.
+        is_dense: The last stride is 1; the address and the other strides are multiples of 16 bytes.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    is_dense: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Operand:
+        """Look at a tensor."""
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        is_aligned = tensor.data_ptr() % ALIGNMENT_BYTES == 0
+        dense = is_aligned and has_dense_strides(shape, strides, tensor.element_size())
+        return cls(shape=shape, strides=strides, is_dense=dense)
+
+    @classmethod
+    def planned(cls, shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> Operand:
+        """A tensor that torch has yet to allocate: its address is aligned."""
+        return cls(shape=tuple(shape), strides=tuple(strides), is_dense=has_dense_strides(shape, strides, item_bytes))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a dimension is expanded: several elements share an address."""
+        return any(stride == 0 and size > 1 for size, stride in zip(self.shape, self.strides, strict=True))
+
+    def kernel_strides(self) -> tuple[int, ...]:
+        """The strides as a kernel is given them: 0 where there is one element, whatever torch says."""
+        return tuple(0 if size == 1 else stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+
+def has_dense_strides(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> bool:
+    """Last stride 1, the others multiples of 16 bytes; where there is one element, its stride is of no account."""
+    return (strides[3] == 1 or shape[3] == 1) and all(
+        size == 1 or stride * item_bytes % ALIGNMENT_BYTES == 0
+        for size, stride in zip(shape[:3], strides[:3], strict=True)
+    )
+
+
+def strides_in_order_of(shape: Sequence[int], model: Tensor) -> tuple[int, ...]:
+    """Strides of a dense tensor in the memory order of another; its last dimension is always innermost."""
+    strides = [0, 0, 0, 1]
+    step = shape[3]
+    for dim in sorted(range(3), key=lambda dim: (model.stride(dim), -dim)):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
+
+
+def descriptor_layout(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> Layout:
+    """What a tensor map may be told: strides of dimensions with one element are made lawful."""
+    multiple = ALIGNMENT_BYTES // item_bytes
+    lawful = [1] * 4
+    above = -(-shape[3] // multiple) * multiple
+    for dim in (2, 1, 0):
+        lawful[dim] = above if shape[dim] == 1 else strides[dim]
+        above = max(above, lawful[dim] * shape[dim])
+    return Layout(shape=tuple(shape), strides=tuple(lawful))

@@ -1,0 +1,308 @@
+"""The backward pass of the Triton family: from tensors to prepared launches, and the call itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from autoflash.codegen.render import Form, render
+from autoflash.device import Device
+from autoflash.errors import NoKernelError, UnsupportedError
+from autoflash.problem import DType, Problem
+from autoflash.runtime import launch
+from autoflash.runtime.backward_plan import Step, backward_steps, padded_rows
+from autoflash.runtime.executable import BackwardCall, ForwardCall
+from autoflash.runtime.launch import Kernel, KernelPlan, Launch
+from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, strides_in_order_of
+from autoflash.runtime.load import load
+from autoflash.trial import Resources
+from autoflash.variant import Variant
+
+_TORCH_TYPES = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
+
+_Shapes = dict[str, tuple[int, ...]]
+_Launches = tuple[tuple[Launch, Callable[[tuple[Tensor | None, ...]], tuple[Tensor, ...]]], ...]
+
+
+def backward_plans(problem: Problem, variant: Variant) -> tuple[KernelPlan, ...]:
+    """Every kernel that the regular dense specialisation of a problem launches, in order."""
+    operands = {name: _contiguous(shape, problem) for name, shape in _shapes(problem).items()}
+    return tuple(step.plan for step in backward_steps(problem, variant, operands, 1.0, has_dlse=False))
+
+
+class TritonBackward:
+    """Executable of the backward templates of the Triton family.
+
+    Each prepared call is bound to the compiled forms that its tensors need: every tensor dense or strided, rows and
+    keys that fill their tiles or do not.
+    """
+
+    def __init__(self, form: Form, variant: Variant, device: Device) -> None:
+        """Render and import the kernels; compile nothing yet.
+
+        Raises:
+            RenderError: for a structure that the templates do not have.
+            ImportError: without Triton.
+        """
+        source = render(form, variant.family, variant.structure)
+        self._module = load(source)
+        self._variant = variant
+        self._digest = source.digest
+        self._device = device
+        self._uses_tma = variant.structure.text("loads") == "tma"
+        self._is_key_outer = variant.structure.text("loop_order") == "key_outer"
+        self._kernels: dict[KernelPlan, Kernel] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def variant(self) -> Variant:
+        """What it runs."""
+        return self._variant
+
+    @property
+    def source_digest(self) -> str:
+        """Digest of the rendered text."""
+        return self._digest
+
+    def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
+        """The precondition that these tensors (q, k, v, dout) miss; None if it can run them."""
+        if problem.deterministic and self._is_key_outer:
+            return "loop_order=key_outer adds to dq in any order: it is not deterministic"
+        if _is_trivial(problem):
+            return None
+        shapes = _shapes(problem)
+        planned = {name: _contiguous(shape, problem) for name, shape in shapes.items()}
+        for step in backward_steps(problem, self._variant, planned, 1.0, has_dlse=False):
+            if step.programs > launch.MAX_PROGRAMS:
+                return f"{step.programs} programs of {step.plan.function} are more than one launch has"
+        if not self._uses_tma:
+            return None
+        if not self._device.has_tma and not launch.is_interpreted():
+            return f"loads=tma needs a copy engine (sm_90 or newer), the device is {self._device.arch}"
+        for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
+            if head_dim * problem.dtype.itemsize % ALIGNMENT_BYTES:
+                return f"loads=tma needs vectors of a multiple of 16 bytes, {name} is {head_dim}"
+        for name, tensor in zip(("q", "k", "v", "dout"), tensors, strict=False):
+            operand = Operand.of(tensor)
+            if not operand.is_dense:
+                return f"loads=tma needs {name} with a last stride of 1 and the rest aligned to 16 bytes"
+            if operand.overlaps:
+                return f"loads=tma needs every element of {name} at its own address, a stride is 0"
+        return None
+
+    def is_loaded(self, problem: Problem, *tensors: Tensor) -> bool:
+        """Whether a call with an output as a forward call makes it would compile and load nothing."""
+        if _is_trivial(problem):
+            return True
+        q, k, v, dout = tensors
+        operands = self._operands(problem, q, k, v, dout)
+        operands["out"] = _in_order_of(_shapes(problem)["out"], q, problem)
+        steps = backward_steps(problem, self._variant, operands, 1.0, has_dlse=False)
+        return all(step.plan in self._kernels for step in steps)
+
+    def resources(self) -> Resources | None:
+        """The most that any of the loaded kernels takes; None before the first."""
+        known = [kernel.resources for kernel in list(self._kernels.values()) if kernel.resources is not None]
+        if not known:
+            return None
+        return Resources(
+            shared_bytes=max(one.shared_bytes for one in known),
+            registers=max(one.registers for one in known),
+            spill_bytes=max(one.spill_bytes for one in known),
+        )
+
+    def prepare_forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> ForwardCall:
+        """Refuse: these are backward templates.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(f"a {problem.op.value} pass was asked of a backward kernel")
+
+    def prepare_backward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float
+    ) -> BackwardCall:
+        """Compile and load what the call needs, and bind everything that does not change between calls.
+
+        Raises:
+            NoKernelError: where :meth:`why_not` has something to say.
+        """
+        reason = self.why_not(problem, q, k, v, dout)
+        if reason is not None:
+            raise NoKernelError(reason)
+        if _is_trivial(problem):
+            return _zero_gradients
+        operands = self._operands(problem, q, k, v, dout)
+        operands["out"] = Operand.of(out)
+        return _Call(self, problem, operands, scale)
+
+    def bind(self, problem: Problem, operands: Mapping[str, Operand], scale: float, *, has_dlse: bool) -> _Launches:
+        """Loaded kernels in launch order, each with the choice of its tensors from those of a call."""
+        steps = backward_steps(problem, self._variant, operands, scale, has_dlse=has_dlse)
+        return tuple((self._bound(step), itemgetter(*step.tensors)) for step in steps)
+
+    def _bound(self, step: Step) -> Launch:
+        with self._lock:
+            if step.plan not in self._kernels:
+                self._kernels[step.plan] = launch.load_kernel(self._module, step.plan, self._device)
+            kernel = self._kernels[step.plan]
+        return kernel.bind(step.layouts, step.numbers, step.programs)
+
+    def _operands(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Operand]:
+        """The inputs as they are, and the gradients as a call allocates them."""
+        given = {"q": q, "k": k, "v": v}
+        operands = {name: Operand.of(tensor) for name, tensor in given.items()}
+        operands["dout"] = Operand.of(dout)
+        shapes = _shapes(problem)
+        return operands | {f"d{name}": _in_order_of(shapes[f"d{name}"], like, problem) for name, like in given.items()}
+
+
+class _Call:
+    """A prepared backward call."""
+
+    def __init__(
+        self, executable: TritonBackward, problem: Problem, operands: dict[str, Operand], scale: float
+    ) -> None:
+        self._executable = executable
+        self._problem = problem
+        self._operands = operands
+        self._scale = scale
+        self._uses_tma = executable.variant.structure.text("loads") == "tma"
+        self._dtype = _TORCH_TYPES[problem.dtype]
+        self._row_shape = (2, problem.batch * problem.heads * padded_rows(problem, executable.variant))
+        needs_accumulator = executable.variant.structure.text("loop_order") == "key_outer"
+        self._accumulator_shape = operands["q"].shape if needs_accumulator else None
+        self._made = tuple((operands[name].shape, operands[name].strides) for name in ("dq", "dk", "dv"))
+        self._without_dlse = executable.bind(problem, operands, scale, has_dlse=False)
+        # The same kernels with another number: nothing is compiled.
+        self._with_dlse = executable.bind(problem, operands, scale, has_dlse=True)
+        self._elsewhere: dict[tuple[Operand, ...], _Call] = {}
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None = None,
+        dq: Tensor | None = None,
+        dk: Tensor | None = None,
+        dv: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute dq, dk, dv from the gradients of out and, if given, of lse."""
+        if dq is not None or dk is not None or dv is not None:
+            return self._into(q, k, v, out, lse, dout, dlse, (dq, dk, dv))
+        return self._run(q, k, v, out, lse, dout, dlse, self._made_gradients(q))
+
+    def _made_gradients(self, q: Tensor) -> list[Tensor]:
+        return [
+            torch.empty_strided(shape, strides, dtype=self._dtype, device=q.device) for shape, strides in self._made
+        ]
+
+    def _run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        gradients: Sequence[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = gradients
+        lse = lse.contiguous()
+        launches, dlse = (self._without_dlse, lse) if dlse is None else (self._with_dlse, dlse.contiguous())
+        log2_sum, delta = torch.empty(self._row_shape, dtype=torch.float32, device=q.device).unbind()
+        accumulator = (
+            None
+            if self._accumulator_shape is None
+            else torch.empty(self._accumulator_shape, dtype=torch.float32, device=q.device)
+        )
+        # In the order of backward_plan.TENSORS.
+        tensors = (q, k, v, out, lse, dout, dlse, log2_sum, delta, accumulator, dq, dk, dv)
+        for run, choose in launches:
+            run(*choose(tensors))
+        return dq, dk, dv
+
+    def _into(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        given: Sequence[Tensor | None],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Write to given gradients where kernels can, else to fresh ones that are copied."""
+        gradients = self._made_gradients(q)
+        copies: list[tuple[Tensor, Tensor]] = []
+        for index, target in enumerate(given):
+            if target is None:
+                continue
+            operand = Operand.of(target)
+            if self._uses_tma and (not operand.is_dense or operand.overlaps):
+                copies.append((target, gradients[index]))
+            else:
+                gradients[index] = target
+        written = tuple(Operand.of(gradient) for gradient in gradients)
+        call = self
+        if written != tuple(self._operands[name] for name in ("dq", "dk", "dv")):
+            if written not in self._elsewhere:
+                operands = self._operands | dict(zip(("dq", "dk", "dv"), written, strict=True))
+                self._elsewhere[written] = _Call(self._executable, self._problem, operands, self._scale)
+            call = self._elsewhere[written]
+        call._run(q, k, v, out, lse, dout, dlse, gradients)
+        for target, source in copies:
+            target.copy_(source)
+        dq, dk, dv = (made if target is None else target for target, made in zip(given, gradients, strict=True))
+        return dq, dk, dv
+
+
+def _zero_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    dq: Tensor | None = None,
+    dk: Tensor | None = None,
+    dv: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Answer without a launch: no query sees a key."""
+    dq, dk, dv = (
+        torch.zeros_like(tensor) if given is None else given.zero_() for tensor, given in ((q, dq), (k, dk), (v, dv))
+    )
+    return dq, dk, dv
+
+
+def _is_trivial(problem: Problem) -> bool:
+    return problem.batch * problem.seqlen_q * problem.seqlen_k == 0
+
+
+def _shapes(problem: Problem) -> _Shapes:
+    queries = (problem.batch, problem.heads, problem.seqlen_q)
+    keys = (problem.batch, problem.kv_heads, problem.seqlen_k)
+    q, k = (*queries, problem.head_dim), (*keys, problem.head_dim)
+    v, out = (*keys, problem.head_dim_v), (*queries, problem.head_dim_v)
+    return {"q": q, "k": k, "v": v, "out": out, "dout": out, "dq": q, "dk": k, "dv": v}
+
+
+def _contiguous(shape: tuple[int, ...], problem: Problem) -> Operand:
+    _, heads, seqlen, width = shape
+    strides = (heads * seqlen * width, seqlen * width, width, 1)
+    return Operand.planned(shape, strides, problem.dtype.itemsize)
+
+
+def _in_order_of(shape: tuple[int, ...], model: Tensor, problem: Problem) -> Operand:
+    return Operand.planned(shape, strides_in_order_of(shape, model), problem.dtype.itemsize)
