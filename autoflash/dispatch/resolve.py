@@ -11,12 +11,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from autoflash.device import Device
 from autoflash.dispatch.buckets import cell_of
 from autoflash.dispatch.ladder import Candidate, Here, VendorPolicy, inference_ladder, training_ladders
 from autoflash.dispatch.table import Table, load
 from autoflash.errors import NoKernelError
-from autoflash.problem import Cell, Pass, Problem
-from autoflash.runtime.bind import bind
+from autoflash.problem import Cell, Mask, Pass, Problem
 from autoflash.runtime.executable import Executable
 from autoflash.runtime.probe import environment, probe
 from autoflash.trial import Tier, Verification
@@ -26,6 +26,7 @@ _LOG = logging.getLogger("autoflash")
 _Result = TypeVar("_Result")
 
 Verifier = Callable[[Executable, Problem], Verification]
+Binder = Callable[[Pass, Mask, Variant, Device], Executable]
 
 # SDPA's math backend holds the whole score matrix; beyond this a generated kernel is the better fallback.
 _MOST_MATH_BYTES = 256 * 2**20
@@ -71,7 +72,8 @@ class Resolver:
     Args:
         verifier: Compares an executable with the reference on the specialisation of a problem.
         loader: Reads the table, once, when first needed.
-        binder: Makes executables.
+        binder: Makes executables; None is ``runtime.bind``.
+        here: Describes a torch device; None asks the driver.
     """
 
     def __init__(
@@ -79,13 +81,13 @@ class Resolver:
         verifier: Verifier,
         *,
         loader: Callable[[], Table] = load,
-        binder: Callable[..., Executable] = bind,
+        binder: Binder | None = None,
         here: Callable[[torch.device], Here] | None = None,
     ) -> None:
         self.lock = threading.RLock()
         self._verifier = verifier
         self._loader = loader
-        self._binder = binder
+        self._binder = binder or _bind
         self._describe = here or _describe
         self._table: Table | None = None
         self._here: dict[torch.device, Here] = {}
@@ -176,8 +178,12 @@ class Resolver:
             return resolution, result
         raise NoKernelError(_nothing_left(cell, walk, capturing))
 
-    def peek(self, problem: Problem, candidates: Sequence[Candidate], tensors: Sequence[Tensor]) -> Resolution | None:
-        """The kernel that a first call would try first, without compiling or running it; None where none can."""
+    def peek(self, problem: Problem, candidates: Sequence[Candidate], tensors: Sequence[Tensor]) -> Resolution:
+        """The kernel that a first call would try first, without compiling or running it.
+
+        Raises:
+            NoKernelError: if no candidate can run.
+        """
         cell, walk = self.cell(problem, tensors[0].device), _Walk()
         for position, candidate in enumerate(candidates):
             executable = self._ready(problem, cell, candidate, tensors, walk, candidates)
@@ -190,7 +196,7 @@ class Resolver:
                     passed_over=tuple(walk.passed_over),
                     alternatives=tuple(candidates[position + 1 :]),
                 )
-        return None
+        raise NoKernelError(_nothing_left(cell, walk, capturing=False))
 
     def verification(self, cell: Cell, variant: Variant) -> Verification | None:
         """What this process found when it verified a kernel; None where it did not have to."""
@@ -283,6 +289,13 @@ class Resolver:
                 taken.variant,
                 taken.tier.value,
             )
+
+
+def _bind(op: Pass, mask: Mask, variant: Variant, device: Device) -> Executable:
+    # Rendering loads Jinja, which importing autoflash must not.
+    from autoflash.runtime.bind import bind
+
+    return bind(op, mask, variant, device)
 
 
 def _describe(device: torch.device) -> Here:

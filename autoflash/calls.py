@@ -1,0 +1,298 @@
+"""Prepared calls: what stays between the user's tensors and the kernel after the first call of a shape.
+
+A first call walks the dispatch ladder; what it prepared is kept under everything that the choice depended on, so that
+a later call costs one dictionary lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from autoflash.arguments import Options, problem_of_tensors
+from autoflash.dispatch.ladder import Candidate, VendorPolicy
+from autoflash.dispatch.resolve import Resolution, Resolver
+from autoflash.dispatch.table import Table
+from autoflash.errors import UnsupportedError
+from autoflash.problem import Pass, Problem
+from autoflash.runtime.executable import BackwardCall, Executable, ForwardCall
+from autoflash.trial import Level, Verification
+from autoflash.variant import Family
+
+Pair = tuple[Tensor, Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+MOST_CALLS = 1024
+"""Prepared calls kept; beyond it the oldest go."""
+
+_MOST_BACKWARDS = 16
+
+
+def _verify(executable: Executable, problem: Problem) -> Verification:
+    from autoflash.evaluate.verify import verify  # only where something was not verified before
+
+    with torch.no_grad():
+        return verify(executable, problem, Level.SCREEN)
+
+
+class Prepared:
+    """A forward pass ready for tensors of one shape, stride, dtype, device, alignment and set of options.
+
+    Attributes:
+        run: Takes q, k, v of layout [B, H, S, D]; gives out and LSE, differentiable where options say training.
+        forward: Runs without autograd.
+        resolution: How the kernel was chosen; None where there is nothing to compute.
+    """
+
+    __slots__ = ("_backwards", "_ladder", "_options", "_problem", "_resolver", "forward", "resolution", "run")
+
+    def __init__(self, resolver: Resolver, options: Options, forward: ForwardCall) -> None:
+        self.forward = forward
+        self.run: Callable[[Tensor, Tensor, Tensor], Pair] = forward
+        self.resolution: Resolution | None = None
+        self._resolver = resolver
+        self._options = options
+        self._problem: Problem | None = None
+        self._ladder: tuple[Candidate, ...] = ()
+        self._backwards: dict[tuple[object, ...], tuple[BackwardCall, Resolution]] = {}
+
+    def train_with(self, problem: Problem, ladder: tuple[Candidate, ...]) -> None:
+        """Take gradients by the kernels of a ladder of backward passes."""
+        self._problem = problem
+        self._ladder = ladder
+
+    def backward_resolution(self) -> Resolution | None:
+        """How the backward's kernel was chosen; None before the first backward."""
+        return next((resolution for _, resolution in self._backwards.values()), None)
+
+    def backward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        into: tuple[Tensor, ...] = (),
+    ) -> Triple:
+        """Gradients of q, k and v; any strides of the incoming gradients are right.
+
+        Args:
+            q: [B, H, M, D].
+            k: [B, H_KV, N, D].
+            v: [B, H_KV, N, D_V].
+            out: What the forward gave, [B, H, M, D_V].
+            lse: What the forward gave, [B, H, M] in float32.
+            dout: Gradient of ``out``.
+            dlse: Gradient of ``lse``; None where it was not used.
+            into: dq, dk and dv to fill; empty to have them allocated.
+        """
+        if self._problem is None:
+            dq, dk, dv = into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
+            return dq.zero_(), dk.zero_(), dv.zero_()
+        dout = _regular(dout, out)
+        dlse = dlse.contiguous() if dlse is not None else None
+        key = (dout.stride(), dout.data_ptr() % 16, out.stride(), dlse is None)
+        known = self._backwards.get(key)
+        if known is not None:
+            return known[0](q, k, v, out, lse, dout, dlse, *into)
+        return self._first_backward(key, q, k, v, out, lse, dout, dlse, into)
+
+    def differentiable(self, q: Tensor, k: Tensor, v: Tensor) -> Pair:
+        """The forward pass, recorded for autograd."""
+        pair: Pair = _Attention.apply(q, k, v, self)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+        return pair
+
+    def _first_backward(
+        self,
+        key: tuple[object, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+        dlse: Tensor | None,
+        into: tuple[Tensor, ...],
+    ) -> Triple:
+        problem, scale = self._problem, self._options.scale
+        assert problem is not None
+
+        def run(executable: Executable) -> tuple[BackwardCall, Triple]:
+            call = _on_device(executable.prepare_backward(problem, q, k, v, out, dout, scale), q.device)
+            return call, call(q, k, v, out, lse, dout, dlse, *into)
+
+        with self._resolver.lock:
+            resolution, (call, gradients) = self._resolver.first_call(
+                problem, self._ladder, (q, k, v, dout), run, capturing=is_capturing(q)
+            )
+            if len(self._backwards) >= _MOST_BACKWARDS:
+                self._backwards.pop(next(iter(self._backwards)))
+            self._backwards[key] = (call, resolution)
+        return gradients
+
+
+class _Attention(torch.autograd.Function):
+    """Attention by generated kernels. Straight to the prepared calls, without the dispatcher in between."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> Pair:
+        out, lse = prepared.forward(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.prepared = prepared
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        dout, dlse = gradients
+        q, k, v, out, lse = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            found: Triple = ctx.prepared.backward(q, k, v, out, lse, dout, dlse)
+        if torch.is_grad_enabled():
+            found = _Once.apply(*found, q, k, v, dout)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+        wanted = ctx.needs_input_grad
+        return (*(gradient if wanted[i] else None for i, gradient in enumerate(found)), None)
+
+
+class _Once(torch.autograd.Function):
+    """Gradients that refuse, in plain words, to be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *inputs: Tensor) -> Triple:
+        return dq, dk, dv
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        raise UnsupportedError(
+            "the second derivative of autoflash.attention() is not built: differentiate "
+            "autoflash.reference.attention(), or torch's scaled_dot_product_attention with its math backend"
+        )
+
+
+class Calls:
+    """The prepared calls of a process, and the resolver that makes new ones."""
+
+    def __init__(self) -> None:
+        self.prepared: dict[tuple[object, ...], Prepared] = {}
+        self.resolver = Resolver(_verify)
+
+    def reset(self, table: Table | None = None) -> None:
+        """Forget every choice, so that new records are seen: those of a table, or what there is to read."""
+        self.resolver = Resolver(_verify) if table is None else Resolver(_verify, loader=lambda: table)
+        self.prepared.clear()
+
+    def first(
+        self, key: tuple[object, ...], q: Tensor, k: Tensor, v: Tensor, options: Options, *, differentiable: bool = True
+    ) -> tuple[Prepared, Pair]:
+        """Choose a kernel for q, k and v of layout [B, H, S, D], call it, and keep it under a key.
+
+        Of several threads that ask for one key at once, one chooses.
+
+        Args:
+            key: Everything that the choice and the preparation depend on.
+            q: [B, H, M, D].
+            k: [B, H_KV, N, D].
+            v: [B, H_KV, N, D_V].
+            options: The other arguments.
+            differentiable: Record the call for autograd where options say training.
+        """
+        resolver = self.resolver
+        with resolver.lock:
+            known = self.prepared.get(key)
+            if known is not None:
+                return known, (known.run if differentiable else known.forward)(q, k, v)
+            prepared, result = prepare(resolver, q, k, v, options, differentiable=differentiable)
+            if len(self.prepared) >= MOST_CALLS:
+                self.prepared.pop(next(iter(self.prepared)))
+            self.prepared[key] = prepared
+        return prepared, result
+
+
+def prepare(
+    resolver: Resolver, q: Tensor, k: Tensor, v: Tensor, options: Options, *, differentiable: bool = True
+) -> tuple[Prepared, Pair]:
+    """Choose a kernel for tensors of layout [B, H, S, D] and make the first call with it."""
+    if _has_no_work(q, k, v):
+        prepared = Prepared(resolver, options, _no_work)
+        if options.training and differentiable:
+            prepared.run = prepared.differentiable
+        return prepared, prepared.run(q, k, v)
+    problem = problem_of_tensors(q, k, v, options, Pass.FORWARD)
+    candidates, backwards = ladders(resolver, q, k, v, options)
+
+    def run(executable: Executable) -> tuple[Prepared, Pair]:
+        call = _on_device(executable.prepare_forward(problem, q, k, v, options.scale), q.device)
+        prepared = Prepared(resolver, options, call)
+        is_vendor = executable.variant.family is Family.VENDOR
+        if options.training:
+            own = tuple(c for c in candidates if is_vendor and c.variant == executable.variant)
+            prepared.train_with(problem_of_tensors(q, k, v, options, Pass.BACKWARD), (*own, *backwards))
+        if options.training and differentiable and not is_vendor:
+            prepared.run = prepared.differentiable
+        # A vendor's call is made of torch's operations, which autograd knows by itself.
+        return prepared, prepared.run(q, k, v)
+
+    resolution, (prepared, result) = resolver.first_call(problem, candidates, (q, k, v), run, capturing=is_capturing(q))
+    prepared.resolution = resolution
+    return prepared, result
+
+
+def ladders(
+    resolver: Resolver, q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
+    """Candidates for the forward pass and, when training, for a generated backward."""
+    problem = problem_of_tensors(q, k, v, options, Pass.FORWARD)
+    if not options.training:
+        return resolver.inference(problem, q.device, options.vendor), ()
+    backward = problem_of_tensors(q, k, v, options, Pass.BACKWARD)
+    forwards, backwards = resolver.training(problem, backward, q.device, options.vendor)
+    if options.return_lse:
+        if options.vendor is VendorPolicy.ONLY:
+            raise UnsupportedError(
+                "vendor='only' cannot give an LSE with a gradient: use vendor='allow', or torch.no_grad()"
+            )
+        forwards = tuple(candidate for candidate in forwards if candidate.variant.family is not Family.VENDOR)
+    return forwards, backwards
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether work on the tensor's device would be recorded into a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _on_device(call: _Call, device: torch.device) -> _Call:
+    """Kernels launch on the current device: where there are several, make it the tensors' own."""
+    if device.type != "cuda" or torch.cuda.device_count() == 1:
+        return call
+
+    def guarded(*tensors: Tensor | None) -> object:
+        with torch.cuda.device(device):
+            return call(*tensors)
+
+    return guarded  # type: ignore[return-value]  # same arguments, same results
+
+
+def _has_no_work(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return q.numel() == 0 or k.shape[2] == 0
+
+
+def _no_work(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None) -> Pair:
+    """No query, or no key: outputs are empty or 0, and LSE is -inf."""
+    out = q.new_empty(*q.shape[:3], v.shape[3]) if out is None else out
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32) if lse is None else lse
+    return out.zero_(), lse.fill_(float("-inf"))
+
+
+def _regular(dout: Tensor, out: Tensor) -> Tensor:
+    """The incoming gradient, copied where its strides (expanded, sliced, transposed) would need a kernel of its own."""
+    if dout.stride() == out.stride() or (dout.stride(3) == 1 and min(dout.stride()) > 0):
+        return dout
+    return torch.empty_like(out).copy_(dout)

@@ -1,0 +1,151 @@
+"""The registered operators, for torch.compile, torch.export, fake tensors and functorch.
+
+Eager calls do not come here: they go straight to the prepared calls, which are the same.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoflash import paths
+from autoflash.arguments import Options, check_tensors, policy_of
+from autoflash.calls import Calls, Pair, Prepared, Triple
+from autoflash.errors import UnsupportedError
+
+CALLS = Calls()
+"""What this process has prepared, by either route."""
+
+_OPTIONS = "float scale, str mask, bool deterministic, str vendor, bool return_lse, bool training"
+_INPUTS = "Tensor query, Tensor key, Tensor value"
+
+_library = torch.library.Library("autoflash", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+_library.define(f"attention_forward({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", tags=_TAGS)
+_library.define(
+    f"attention_backward(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS}) "
+    "-> (Tensor, Tensor, Tensor)",
+    tags=_TAGS,
+)
+
+
+def call_key(query: Tensor, key: Tensor, value: Tensor, *options: object) -> tuple[object, ...]:
+    """Everything about eager tensors that a prepared call depends on, with the options beside it."""
+    addresses = (query.data_ptr(), key.data_ptr(), value.data_ptr())
+    return (
+        query.shape,
+        query.stride(),
+        key.shape,
+        key.stride(),
+        value.shape,
+        value.stride(),
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        query.device,
+        key.device,
+        value.device,
+        0 if not (addresses[0] | addresses[1] | addresses[2]) & 15 else tuple(a & 15 for a in addresses),
+        *options,
+    )
+
+
+def allocate(like: Tensor, heads: int, length: int, width: int) -> Tensor:
+    """An uninitialised [B, H, S, D] in the memory order of a tensor: heads outside the positions, or inside."""
+    if like.stride(1) < like.stride(2):
+        return like.new_empty(like.shape[0], length, heads, width).transpose(1, 2)
+    return like.new_empty(like.shape[0], heads, length, width)
+
+
+def _outputs(query: Tensor, value: Tensor) -> Pair:
+    batch, heads, length = query.shape[:3]
+    lse = query.new_empty((batch, heads, length), dtype=torch.float32)
+    return allocate(query, heads, length, value.shape[3]), lse
+
+
+def _gradients(query: Tensor, key: Tensor, value: Tensor) -> Triple:
+    dq, dk, dv = (allocate(x, x.shape[1], x.shape[2], x.shape[3]) for x in (query, key, value))
+    return dq, dk, dv
+
+
+def _prepared(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Prepared, Pair | None]:
+    """The prepared call, and its results where it had to be made to find it."""
+    scale, mask, deterministic, vendor, return_lse, training = options
+    call = call_key(query, key, value, "op", *options, deterministic)
+    known = CALLS.prepared.get(call)
+    if known is not None:
+        return known, None
+    check_tensors(query, key, value)
+    chosen = Options(
+        mask=mask,
+        scale=scale,
+        deterministic=deterministic,
+        vendor=policy_of(vendor or paths.vendor_policy()),
+        return_lse=return_lse,
+        training=training,
+    )
+    return CALLS.first(call, query, key, value, chosen, differentiable=False)
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Pair:
+    with torch.no_grad():
+        out, lse = _outputs(query, value)
+        prepared, results = _prepared(query, key, value, *options)
+        if results is not None:
+            return out.copy_(results[0]), lse.copy_(results[1])
+        prepared.forward(query, key, value, out, lse)
+        return out, lse
+
+
+def _backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *options: Any,
+) -> Triple:
+    with torch.no_grad():
+        prepared, _ = _prepared(query, key, value, *options)
+        return prepared.backward(query, key, value, out, lse, dout, dlse, _gradients(query, key, value))
+
+
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Pair:
+    return _outputs(query, value)
+
+
+def _fake_backward(dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Triple:
+    return _gradients(query, key, value)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.options = inputs[3:]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    query, key, value, out, lse = ctx.saved_tensors
+    *_, return_lse, _ = ctx.options
+    dout = torch.zeros_like(out) if dout is None else dout
+    gradients = torch.ops.autoflash.attention_backward(
+        dout, dlse if return_lse else None, query, key, value, out, lse, *ctx.options
+    )
+    return (*gradients, *(None for _ in ctx.options))
+
+
+def _refuse_second(ctx: Any, *gradients: Tensor) -> None:
+    raise UnsupportedError("the second derivative of autoflash.attention() is not built")
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("attention_forward", _forward, _key)
+    _library.impl("attention_backward", _backward, _key)
+torch.library.register_fake("autoflash::attention_forward", _fake_forward, lib=_library)
+torch.library.register_fake("autoflash::attention_backward", _fake_backward, lib=_library)
+torch.library.register_autograd("autoflash::attention_forward", _differentiate, setup_context=_save, lib=_library)
+torch.library.register_autograd("autoflash::attention_backward", _refuse_second, lib=_library)
