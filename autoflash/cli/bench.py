@@ -97,7 +97,6 @@ def _grid(common: Common, device: Device, grid: Grid, out: Path | None, readme: 
             device,
             decisions,
             backends=backends,
-            seed=common.seed,
             on_row=lambda row: progress.update(task, advance=1, description=str(cell_of(row.problem, device))),
         )
     report = _report(device, grid, rows)
@@ -180,7 +179,6 @@ def _exhaustive(common: Common, device: Device, grid: Grid) -> None:
                 variants,
                 winner=candidate.variant,
                 default=space.default(),
-                seed=common.seed,
                 on_variant=lambda timed, task=task, progress=progress: progress.advance(task),  # type: ignore[misc]  # bound early on purpose
             )
         reports.append(_sweep_json(str(cell), candidate.tier.value, found))

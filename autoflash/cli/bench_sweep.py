@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autoflash.cli.bench_grid import Timed, time_together
 from autoflash.device import Device
-from autoflash.evaluate.benchmark import benchmark, make_call
+from autoflash.evaluate.benchmark import benchmark, device_lock, make_call
 from autoflash.evaluate.cost import tflops
 from autoflash.problem import Problem
 from autoflash.runtime.bind import bind
@@ -58,29 +58,28 @@ def sweep(
     *,
     winner: Variant,
     default: Variant,
-    seed: int,
     on_variant: Callable[[Timed], None],
 ) -> Sweep:
     """Time every variant briefly, then the fastest, the winner and the default in turns."""
     screened = []
-    for variant in variants:
-        timed = _screen(problem, device, variant, seed)
-        on_variant(timed)
-        screened.append(timed)
-    fastest = sorted((timed for timed in screened if timed.measurement is not None), key=_us)[:FINALISTS]
-    others = [timed.variant for timed in fastest if timed.variant not in (winner, default)]
-    timed = time_together(problem, device, [winner, default, *others], seed)
+    with device_lock(device):
+        for variant in variants:
+            screened.append(_screen(problem, device, variant))
+            on_variant(screened[-1])
+        fastest = sorted((timed for timed in screened if timed.measurement is not None), key=_us)[:FINALISTS]
+        others = [timed.variant for timed in fastest if timed.variant not in (winner, default)]
+        final = time_together(problem, device, [winner, default, *others])
     return Sweep(
         screened=tuple(screened),
-        winner=timed[0],
-        default=timed[1],
-        finalists=tuple(sorted((one for one in timed[2:] if one.measurement is not None), key=_us)),
+        winner=final[0],
+        default=final[1],
+        finalists=tuple(sorted((one for one in final[2:] if one.measurement is not None), key=_us)),
     )
 
 
-def _screen(problem: Problem, device: Device, variant: Variant, seed: int) -> Timed:
+def _screen(problem: Problem, device: Device, variant: Variant) -> Timed:
     try:
-        call = make_call(bind(problem.op, problem.mask, variant, device), problem, device, seed=seed)
+        call = make_call(bind(problem.op, problem.mask, variant, device), problem, device)
         measurement = benchmark(call, device, stage=Stage.SCREEN, run=uuid.uuid4().hex[:12], min_ms=20.0)
     except Exception as error:
         # As in time_together: a variant that fails has no time, and the sweep goes on.
