@@ -182,7 +182,6 @@ def _tile_score(tile: Tile, cell: Cell, device: Device, resources: Resources | N
     return schedule_score(
         rows=tile.rows,
         step=tile.step,
-        width=tile.width,
         warps=tile.warps,
         stages=tile.stages,
         registers=registers,
@@ -196,7 +195,6 @@ def schedule_score(
     *,
     rows: int,
     step: int,
-    width: int,
     warps: int,
     stages: int,
     registers: int,
@@ -217,7 +215,7 @@ def schedule_score(
     spilled = 0.0 if spills == 0 else 0.2 + 0.15 * math.log2(1 + spills / 16)
     warp_rows = 0.6 if warps > 4 else 0.0
     unpipelined = 0.1 if stages == 1 else 0.0
-    return resident + reuse - spilled - warp_rows - unpipelined - 0.1 * max(0, stages - 3) - 0.0 * width
+    return resident + reuse - spilled - warp_rows - unpipelined - 0.1 * max(0, stages - 3)
 
 
 def _portable_score(variant: Variant, cell: Cell, device: Device) -> float:

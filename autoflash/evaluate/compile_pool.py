@@ -1,0 +1,90 @@
+"""Compilation in parallel on CPU cores, each in a process that may crash or hang."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from types import TracebackType
+
+from autoflash.device import Device
+from autoflash.evaluate.worker import Failure, Worker, WorkerClosedError
+from autoflash.problem import Problem
+from autoflash.runtime.compile import CompileOutcome, compile_variant
+from autoflash.trial import Status
+from autoflash.variant import Family, Variant
+
+_TIMEOUT_S = 90.0
+
+
+def default_processes() -> int:
+    """As many as there are cores, less two for the tuner and its GPU worker; at least one."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores - 2)
+
+
+class CompilePool:
+    """Compiles variants in the order in which they are submitted.
+
+    A thread for each process waits for it; the processes start when there is work for them.
+    """
+
+    def __init__(self, processes: int | None = None, *, timeout_s: float = _TIMEOUT_S) -> None:
+        self.processes = processes or default_processes()
+        self._timeout_s = timeout_s
+        self._threads = ThreadPoolExecutor(max_workers=self.processes, thread_name_prefix="compile")
+        self._local = threading.local()
+        self._workers: list[Worker] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def submit(self, problem: Problem, variant: Variant, device: Device) -> Future[CompileOutcome]:
+        """Compile a variant; at once where there is nothing to compile."""
+        if variant.family is not Family.TRITON:
+            done: Future[CompileOutcome] = Future()
+            done.set_result(compile_variant(problem, variant, device))
+            return done
+        return self._threads.submit(self._compile, problem, variant, device)
+
+    def close(self) -> None:
+        """Forget what waits, kill what runs."""
+        with self._lock:
+            self._closed = True
+            workers = list(self._workers)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            if worker.pid is not None:
+                worker.interrupt()
+        self._threads.shutdown(wait=True)
+        for worker in workers:
+            worker.close()
+
+    def _compile(self, problem: Problem, variant: Variant, device: Device) -> CompileOutcome:
+        worker = self._worker()
+        try:
+            outcome = worker.call(compile_variant, self._timeout_s, problem, variant, device)
+        except WorkerClosedError:
+            raise CancelledError from None
+        if isinstance(outcome, Failure):
+            status = Status.COMPILE if outcome.status is Status.RUNTIME else outcome.status
+            return CompileOutcome(status=status, detail=outcome.detail)
+        return outcome
+
+    def _worker(self) -> Worker:
+        """The process of this thread."""
+        worker: Worker | None = getattr(self._local, "worker", None)
+        if worker is None:
+            worker = self._local.worker = Worker()
+            with self._lock:
+                if self._closed:
+                    raise CancelledError
+                self._workers.append(worker)
+        return worker
