@@ -47,6 +47,9 @@ def _empty_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 def _filled_with_nan(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def allocate_nan(*args: object, **options: object) -> torch.Tensor:
         tensor = allocate(*args, **options)
-        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+        if tensor.is_floating_point():
+            # Not in place on the tensor itself: a leaf that requires gradients refuses that.
+            tensor.detach().fill_(float("nan"))
+        return tensor
 
     return allocate_nan

@@ -148,6 +148,13 @@ def problem_options(command: Callable[Concatenate[ProblemOptions, P], R]) -> Cal
     return with_problem
 
 
+vendor_option = click.option(
+    "--vendor",
+    type=click.Choice(["allow", "never", "only"]),
+    help="Whether torch's own kernels may run (default: AUTOFLASH_VENDOR, else allow).",
+)
+
+
 class Duration(click.ParamType):
     """A length of time such as ``90``, ``90s``, ``10m`` or ``1h30m``, in seconds."""
 
