@@ -91,11 +91,11 @@ class Environment:
     def mismatch(self, here: Environment, family: Family) -> str | None:
         """Why a result from this environment does not hold in ``here``; None where it does.
 
-        Triton's version counts only for the family that Triton compiles.
+        Triton's version counts only for the families that Triton compiles.
         """
         ours = here.identity()
         for name, value in self.identity().items():
-            if name == "triton" and family is not Family.TRITON:
+            if name == "triton" and not family.uses_triton:
                 continue
             if ours[name] != value:
                 return f"{name} is {ours[name]!r} here, the record is for {value!r}"

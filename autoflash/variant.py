@@ -16,7 +16,13 @@ class Family(str, Enum):
 
     TORCH_TILED = "torch_tiled"
     TRITON = "triton"
+    GLUON_SM90 = "gluon_sm90"
     VENDOR = "vendor"
+
+    @property
+    def uses_triton(self) -> bool:
+        """Whether Triton's compiler makes its kernels."""
+        return self in (Family.TRITON, Family.GLUON_SM90)
 
 
 class Choices(Mapping[str, Choice]):

@@ -16,7 +16,7 @@ from autoflash.errors import RenderError
 from autoflash.problem import Cell, Mask, Pass, Problem
 from autoflash.variant import Choices, Family
 
-_FOLDERS = {Family.TRITON: "triton", Family.TORCH_TILED: "torch"}
+_FOLDERS = {Family.TRITON: "triton", Family.GLUON_SM90: "gluon_sm90", Family.TORCH_TILED: "torch"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ import re
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol
@@ -56,19 +56,22 @@ class TensorArgument:
         name: Of the parameter.
         dtype: ``fp16``, ``bf16``, ``fp32`` or ``i32``.
         block: Of the tensor descriptor that it is passed as; empty for a plain pointer.
+        shared_layout: How Gluon lays the block out in shared memory, as it spells it; Triton chooses by itself.
         aligned: The pointer is a multiple of 16 bytes. Descriptors always are.
     """
 
     name: str
     dtype: str
     block: tuple[int, ...] = ()
+    shared_layout: str = ""
     aligned: bool = True
 
     @property
     def triton_type(self) -> str:
         """The type in Triton's spelling."""
         if self.block:
-            return f"tensordesc<{self.dtype}[{','.join(map(str, self.block))}]>"
+            layout = f",{self.shared_layout}" if self.shared_layout else ""
+            return f"tensordesc<{self.dtype}[{','.join(map(str, self.block))}]{layout}>"
         return f"*{self.dtype}"
 
 
@@ -173,6 +176,9 @@ def compile_kernel(module: ModuleType, plan: KernelPlan, device: Device) -> Any:
     from triton.compiler import ASTSource
 
     function = getattr(module, plan.function)
+    source_class = ASTSource
+    if function.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as source_class
     constants = dict(plan.constants)
     types = {argument.name: argument.triton_type for argument in plan.tensors}
     types |= {argument.name: argument.type for argument in plan.numbers}
@@ -181,7 +187,7 @@ def compile_kernel(module: ModuleType, plan: KernelPlan, device: Device) -> Any:
         raise TypeError(f"the plan of {plan.function} names {[*types, *constants]}, it takes {function.arg_names}")
     promises = {argument.name: 16 for argument in plan.tensors if argument.aligned and not argument.block}
     promises |= {argument.name: argument.multiple_of for argument in plan.numbers if argument.multiple_of > 1}
-    source = ASTSource(
+    source = source_class(
         function,
         {name: types.get(name, "constexpr") for name in function.arg_names},
         constexprs=constants,
@@ -191,9 +197,9 @@ def compile_kernel(module: ModuleType, plan: KernelPlan, device: Device) -> Any:
     target = GPUTarget(_TARGETS[device.kind], arch, device.warp_size)
     with _compile_lock, knobs.cache.scope():
         knobs.cache.dir = str(paths.triton_cache_dir())
-        return triton.compile(
-            source, target=target, options={"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-        )
+        # Fusion is named because its default changes between releases of Triton.
+        options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, "enable_fp_fusion": True}
+        return triton.compile(source, target=target, options=options)
 
 
 def compiled_resources(compiled: Any) -> Resources:
@@ -206,6 +212,18 @@ def compiled_resources(compiled: Any) -> Resources:
         registers = _number_after(r"\.vgpr_count:", text)
         spill_bytes = 4 * _number_after(r"\.vgpr_spill_count:", text)
     return Resources(shared_bytes=shared_bytes, registers=registers, spill_bytes=spill_bytes)
+
+
+def most_of(kernels: Iterable[Kernel]) -> Resources | None:
+    """The most that any of these kernels takes; None where nothing was compiled."""
+    known = [kernel.resources for kernel in list(kernels) if kernel.resources is not None]
+    if not known:
+        return None
+    return Resources(
+        shared_bytes=max(one.shared_bytes for one in known),
+        registers=max(one.registers for one in known),
+        spill_bytes=max(one.spill_bytes for one in known),
+    )
 
 
 def load_kernel(module: ModuleType, plan: KernelPlan, device: Device) -> Kernel:

@@ -1,0 +1,170 @@
+"""The forward pass of the Hopper family: its preconditions, and the call."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import torch
+from torch import Tensor
+
+from autoflash.codegen.render import Form, render
+from autoflash.device import Device
+from autoflash.errors import NoKernelError, UnsupportedError
+from autoflash.problem import Problem
+from autoflash.runtime import gluon_plan, launch
+from autoflash.runtime.executable import BackwardCall, ForwardCall
+from autoflash.runtime.launch import Kernel, KernelPlan, Layout
+from autoflash.runtime.layouts import Operand, descriptor_layout, strides_in_order_of
+from autoflash.runtime.load import load
+from autoflash.trial import Resources
+from autoflash.variant import Variant
+
+
+class GluonForward:
+    """Executable of the forward templates of the Hopper family."""
+
+    def __init__(self, form: Form, variant: Variant, device: Device) -> None:
+        """Render and import the kernel; compile nothing yet.
+
+        Raises:
+            RenderError: for a structure that the templates do not have.
+            ImportError: without Triton.
+        """
+        source = render(form, variant.family, variant.structure)
+        self._module = load(source)
+        self._variant = variant
+        self._digest = source.digest
+        self._device = device
+        self._kernels: dict[KernelPlan, Kernel] = {}
+        self._tickets: dict[int, Tensor] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def variant(self) -> Variant:
+        """What it runs."""
+        return self._variant
+
+    @property
+    def source_digest(self) -> str:
+        """Digest of the rendered text."""
+        return self._digest
+
+    def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
+        """The precondition that these tensors (q, k, v) miss; None if it can run them."""
+        operands = {name: Operand.of(tensor) for name, tensor in zip("qkv", tensors, strict=False)}
+        reason = gluon_plan.why_not(problem, self._device, operands)
+        if reason is None and gluon_plan.forward_tiles(problem, self._variant) > launch.MAX_PROGRAMS // 2:
+            return "there are more tiles than the ticket counter holds"
+        return reason
+
+    def is_loaded(self, problem: Problem, *tensors: Tensor) -> bool:
+        """Whether a prepared call would compile and load nothing."""
+        return _is_trivial(problem) or gluon_plan.forward_plan(problem, self._variant) in self._kernels
+
+    def resources(self) -> Resources | None:
+        """The most that any of the loaded kernels takes; None before the first."""
+        return launch.most_of(self._kernels.values())
+
+    def prepare_forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> ForwardCall:
+        """Compile and load what the call needs, and bind everything that does not change between calls.
+
+        Raises:
+            NoKernelError: where :meth:`why_not` has something to say, or for a scale that is not above 0.
+        """
+        reason = self.why_not(problem, q, k, v)
+        if reason is None and not scale > 0:
+            reason = f"the family takes its maximum before scaling: scale must be above 0, got {scale}"
+        if reason is not None:
+            raise NoKernelError(reason)
+        shape = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v)
+        out = Operand.planned(shape, strides_in_order_of(shape, q), problem.dtype.itemsize)
+        if _is_trivial(problem):
+            return _trivial_call(out)
+        plan = gluon_plan.forward_plan(problem, self._variant)
+        inputs = [Operand.of(tensor) for tensor in (q, k, v)]
+        layouts: list[Layout | None] = [
+            descriptor_layout(operand.shape, operand.strides, problem.dtype.itemsize) for operand in (*inputs, out)
+        ]
+        n_tiles = gluon_plan.forward_tiles(problem, self._variant)
+        programs = min(n_tiles, self._device.multiprocessors) if self._variant.config.number("persistent") else n_tiles
+        run = self._kernel(plan).bind(
+            [*layouts, None, None, None], gluon_plan.forward_numbers(problem, self._variant, out, scale), programs
+        )
+        out_strides, lse_shape = out.strides, shape[:3]
+        like_q = tuple(q.shape) == shape and torch.empty_like(q).stride() == out_strides
+        tickets = self._ticket if self._variant.structure.text("schedule") == "ticketed" else None
+
+        def call(
+            q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+        ) -> tuple[Tensor, Tensor]:
+            given = out
+            if out is None or out.stride() != out_strides or out.data_ptr() % 16:
+                out = (
+                    torch.empty_like(q)
+                    if like_q
+                    else torch.empty_strided(shape, out_strides, dtype=q.dtype, device=q.device)
+                )
+            dense_lse = (
+                lse
+                if lse is not None and lse.is_contiguous()
+                else torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+            )
+            run(q, k, v, out, out, dense_lse, dense_lse if tickets is None else tickets())
+            if lse is not None and lse is not dense_lse:
+                lse.copy_(dense_lse)
+            if given is not None and given is not out:
+                given.copy_(out)
+            return out if given is None else given, dense_lse if lse is None else lse
+
+        return call
+
+    def prepare_backward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float
+    ) -> BackwardCall:
+        """Refuse: these are forward templates.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(f"a {problem.op.value} pass was asked of a forward kernel")
+
+    def _kernel(self, plan: KernelPlan) -> Kernel:
+        with self._lock:
+            if plan not in self._kernels:
+                self._kernels[plan] = launch.load_kernel(self._module, plan, self._device)
+            return self._kernels[plan]
+
+    def _ticket(self) -> Tensor:
+        """A counter at 0 that no other launch draws from at the same time.
+
+        Launches of one stream follow each other, and each clears its counter. A captured launch may be replayed on
+        any stream, so it gets a counter of its own, cleared by the graph.
+        """
+        index = self._device.index
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(1, dtype=torch.int32, device=self._device.torch_device)
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        ticket = self._tickets.get(stream)
+        if ticket is None:
+            ticket = self._tickets[stream] = torch.zeros(1, dtype=torch.int32, device=self._device.torch_device)
+        return ticket
+
+
+def _is_trivial(problem: Problem) -> bool:
+    """Whether there is nothing to launch: no query, or no key to see."""
+    return problem.batch * problem.seqlen_q * problem.seqlen_k == 0
+
+
+def _trivial_call(planned: Operand) -> ForwardCall:
+    """Answer without a launch: no row sees a key."""
+
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if out is None:
+            out = torch.empty_strided(planned.shape, planned.strides, dtype=q.dtype, device=q.device)
+        lse = torch.empty(planned.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
+        return out.zero_(), lse.fill_(-math.inf)
+
+    return call
