@@ -32,14 +32,14 @@ class Common:
         table: Exported table to use in place of the database; None for the default.
         device: Name for :func:`autoflash.runtime.probe.probe`; None for the best one here.
         json: Print one JSON document on standard output and nothing else.
-        seed: Of everything that is drawn at random.
+        seed: Of everything that is drawn at random; None where nobody asked for one.
     """
 
     db: str | None
     table: str | None
     device: str | None
     json: bool
-    seed: int
+    seed: int | None
 
     @property
     def progress(self) -> Console:
@@ -54,7 +54,7 @@ def common_options(command: Callable[Concatenate[Common, P], R]) -> Callable[P, 
     @click.option("--table", metavar="FILE", help="Exported table that replaces the database (AUTOFLASH_TABLE).")
     @click.option("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: the best one here).")
     @click.option("--json", "as_json", is_flag=True, help="Print JSON for machines.")
-    @click.option("--seed", type=int, default=0, show_default=True, help="Seed of all random choices.")
+    @click.option("--seed", type=int, help="Seed of all random choices (tune: by default one of its own).")
     @click.option("-v", "--verbose", count=True, help="Say more; -vv for debugging.")
     @functools.wraps(command)
     def with_common(*args: P.args, **options: P.kwargs) -> R:
