@@ -176,9 +176,11 @@ def compile_kernel(module: ModuleType, plan: KernelPlan, device: Device) -> Any:
     from triton.compiler import ASTSource
 
     function = getattr(module, plan.function)
-    source_class = ASTSource
+    source_class: Any = ASTSource
     if function.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as source_class
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source_class = GluonASTSource
     constants = dict(plan.constants)
     types = {argument.name: argument.triton_type for argument in plan.tensors}
     types |= {argument.name: argument.type for argument in plan.numbers}

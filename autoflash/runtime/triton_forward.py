@@ -15,16 +15,18 @@ from autoflash.errors import NoKernelError, UnsupportedError
 from autoflash.problem import DType, Problem
 from autoflash.runtime import launch
 from autoflash.runtime.executable import BackwardCall, ForwardCall
-from autoflash.runtime.launch import Kernel, KernelPlan, Layout, NumberArgument, TensorArgument
+from autoflash.runtime.launch import Kernel, KernelPlan, Launch, Layout, Number, NumberArgument, TensorArgument
+from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, descriptor_layout, strides_in_order_of
 from autoflash.runtime.load import load
 from autoflash.trial import Resources
 from autoflash.variant import Variant
 
-_ALIGNMENT_BYTES = 16
 _LOG2_E = math.log2(math.e)
 _TENSORS = ("q", "k", "v", "out")
 _ROW_NAMES = ("m", "n", "n", "m")
 _TORCH_TYPES = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
+
+_Operands = tuple[Operand, Operand, Operand, Operand]
 
 
 def block_dim(head_dim: int) -> int:
@@ -67,7 +69,7 @@ def forward_plan(problem: Problem, variant: Variant, *, dense: bool = True, scal
         ]
     else:
         tensors = [TensorArgument(name=f"{name}_ptr", dtype=dtype, aligned=dense) for name in _TENSORS]
-        multiple_of = _ALIGNMENT_BYTES // problem.dtype.itemsize if dense else 1
+        multiple_of = ALIGNMENT_BYTES // problem.dtype.itemsize if dense else 1
         for name, row in zip(_TENSORS, _ROW_NAMES, strict=True):
             strides = [f"stride_{name[0]}{dim}" for dim in ("b", "h", row, "d")]
             if dense:
@@ -93,16 +95,6 @@ def forward_plans(problem: Problem, variant: Variant) -> tuple[KernelPlan, ...]:
     return (forward_plan(problem, variant),)
 
 
-def output_strides(shape: Sequence[int], q: Tensor) -> tuple[int, ...]:
-    """Strides of a dense tensor [B, H, M, D_V] in the memory order of q; its last dimension is always innermost."""
-    strides = [0, 0, 0, 1]
-    step = shape[3]
-    for dim in sorted(range(3), key=lambda dim: (q.stride(dim), -dim)):
-        strides[dim] = step
-        step *= max(shape[dim], 1)
-    return tuple(strides)
-
-
 class TritonForward:
     """Executable of the forward templates of the Triton family.
 
@@ -123,9 +115,8 @@ class TritonForward:
         self._digest = source.digest
         self._device = device
         self._uses_tma = variant.structure.text("loads") == "tma"
-        self._rows_per_program = (
-            0 if variant.structure.text("loop_order") == "key_outer" else variant.config.number("BLOCK_M")
-        )
+        self._is_key_outer = variant.structure.text("loop_order") == "key_outer"
+        self._block_m = variant.config.number("BLOCK_M")
         self._kernels: dict[KernelPlan, Kernel] = {}
         self._lock = threading.Lock()
 
@@ -148,12 +139,13 @@ class TritonForward:
         if not self._device.has_tma and not launch.is_interpreted():
             return f"loads=tma needs a copy engine (sm_90 or newer), the device is {self._device.arch}"
         for name, head_dim in (("head_dim", problem.head_dim), ("head_dim_v", problem.head_dim_v)):
-            if head_dim * problem.dtype.itemsize % _ALIGNMENT_BYTES:
+            if head_dim * problem.dtype.itemsize % ALIGNMENT_BYTES:
                 return f"loads=tma needs vectors of a multiple of 16 bytes, {name} is {head_dim}"
         for name, tensor in zip(_TENSORS, tensors, strict=False):
-            if not _is_dense(tensor):
+            operand = Operand.of(tensor)
+            if not operand.is_dense:
                 return f"loads=tma needs {name} with a last stride of 1 and the rest aligned to 16 bytes"
-            if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            if operand.overlaps:
                 return f"loads=tma needs every element of {name} at its own address, a stride is 0"
         return None
 
@@ -161,20 +153,12 @@ class TritonForward:
         """Whether a prepared call with a positive scale would compile and load nothing."""
         if _is_trivial(problem):
             return True
-        out_shape = (*tensors[0].shape[:3], problem.head_dim_v)
-        dense = self._is_dense_call(problem, tensors[:3], output_strides(out_shape, tensors[0]), 0)
-        return forward_plan(problem, self._variant, dense=dense) in self._kernels
+        operands = self._operands(problem, tensors)
+        return self._plan(problem, operands, scale_sign=1) in self._kernels
 
     def resources(self) -> Resources | None:
         """The most that any of the loaded kernels takes; None before the first."""
-        known = [kernel.resources for kernel in self._kernels.values() if kernel.resources is not None]
-        if not known:
-            return None
-        return Resources(
-            shared_bytes=max(one.shared_bytes for one in known),
-            registers=max(one.registers for one in known),
-            spill_bytes=max(one.spill_bytes for one in known),
-        )
+        return launch.most_of(self._kernels.values())
 
     def prepare_forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> ForwardCall:
         """Compile and load what the call needs, and bind everything that does not change between calls.
@@ -185,11 +169,10 @@ class TritonForward:
         reason = self.why_not(problem, q, k, v)
         if reason is not None:
             raise NoKernelError(reason)
-        shape = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v)
-        strides = output_strides(shape, q)
+        operands = self._operands(problem, (q, k, v))
         if _is_trivial(problem):
-            return _trivial_call(shape, strides)
-        return self._prepare(problem, q, k, v, scale, strides, 0)
+            return _trivial_call(operands[3])
+        return self._prepare(problem, operands, scale)
 
     def prepare_backward(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float
@@ -201,74 +184,71 @@ class TritonForward:
         """
         raise UnsupportedError(f"a {problem.op.value} pass was asked of a forward kernel")
 
-    def _prepare(
-        self,
-        problem: Problem,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: float,
-        out_strides: tuple[int, ...],
-        out_offset: int,
-    ) -> ForwardCall:
-        shape = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v)
-        out_dtype = _TORCH_TYPES[problem.dtype]
-        dense = self._is_dense_call(problem, (q, k, v), out_strides, out_offset)
-        scale_sign = (scale > 0) - (scale < 0) if scale == scale else 1
-        plan = forward_plan(problem, self._variant, dense=dense, scale_sign=scale_sign)
-        layouts = [(tuple(tensor.shape), tensor.stride()) for tensor in (q, k, v)] + [(shape, out_strides)]
-        described: list[Layout | None] = [None] * len(plan.tensors)
-        numbers: list[launch.Number] = []
-        for index, (sizes, strides) in enumerate(layouts):
-            if self._uses_tma:
-                described[index] = _descriptor_layout(sizes, strides, problem.dtype.itemsize)
-            else:
-                numbers += [0 if size == 1 else stride for size, stride in zip(sizes[:3], strides[:3], strict=True)]
-                numbers += [] if dense else [strides[3]]
-        numbers.append(abs(scale) * _LOG2_E if scale_sign else 1.0)
-        numbers += [problem.heads, problem.group, problem.seqlen_q, problem.seqlen_k, problem.diagonal]
-        run = self._kernel(plan).bind(described, numbers, self._programs(problem))
-
-        lse_shape = shape[:3]
-        needs_state = self._rows_per_program == 0
-        like_q = out_dtype == q.dtype and shape == tuple(q.shape) and torch.empty_like(q).stride() == out_strides
-        other_outputs: dict[tuple[tuple[int, ...], int], ForwardCall] = {}
+    def _prepare(self, problem: Problem, operands: _Operands, scale: float) -> ForwardCall:
+        run = self._bind(problem, operands, scale)
+        planned = operands[3]
+        shape, strides, dtype = planned.shape, planned.strides, _TORCH_TYPES[problem.dtype]
+        is_like_q = (shape, strides) == (operands[0].shape, operands[0].strides)
+        needs_state = self._is_key_outer
+        others: dict[Operand, ForwardCall] = {}
 
         def call(
             q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None
         ) -> tuple[Tensor, Tensor]:
             if out is None:
+                # The same memory, asked for in the way that takes torch the least time.
                 out = (
                     torch.empty_like(q)
-                    if like_q
-                    else torch.empty_strided(shape, out_strides, dtype=out_dtype, device=q.device)
+                    if is_like_q
+                    else torch.empty_strided(shape, strides, dtype=dtype, device=q.device)
                 )
-            elif out.stride() != out_strides or out.data_ptr() % _ALIGNMENT_BYTES != out_offset:
-                return call_with_other_output(q, k, v, out, lse)
+            elif Operand.of(out) != planned:
+                return call_into(out, q, k, v, lse)
             if lse is None:
-                lse = torch.empty(lse_shape, dtype=torch.float32, device=q.device)
+                lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
             elif not lse.is_contiguous():
-                _, dense_lse = call(q, k, v, out)
-                lse.copy_(dense_lse)
-                return out, lse
+                return out, lse.copy_(call(q, k, v, out)[1])
             if needs_state:
                 run(q, k, v, out, lse, torch.empty_like(lse), torch.empty_like(lse), lse.new_empty(shape))
             else:
                 run(q, k, v, out, lse)
             return out, lse
 
-        def call_with_other_output(
-            q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None
-        ) -> tuple[Tensor, Tensor]:
-            if self._uses_tma and not _is_dense(out):
+        def call_into(out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+            given = Operand.of(out)
+            if self._uses_tma and not given.is_dense:
                 made, lse = call(q, k, v, None, lse)
                 return out.copy_(made), lse
-            key = (out.stride(), out.data_ptr() % _ALIGNMENT_BYTES)
-            if key not in other_outputs:
-                other_outputs[key] = self._prepare(problem, q, k, v, scale, *key)
-            return other_outputs[key](q, k, v, out, lse)
+            if given not in others:
+                others[given] = self._prepare(problem, (*operands[:3], given), scale)
+            return others[given](q, k, v, out, lse)
 
         return call
+
+    def _bind(self, problem: Problem, operands: _Operands, scale: float) -> Launch:
+        scale_sign = -1 if scale < 0 else 0 if scale == 0 else 1
+        plan = self._plan(problem, operands, scale_sign)
+        layouts: list[Layout | None] = [None] * len(plan.tensors)
+        numbers: list[Number] = []
+        for index, operand in enumerate(operands):
+            if self._uses_tma:
+                layouts[index] = descriptor_layout(operand.shape, operand.strides, problem.dtype.itemsize)
+            else:
+                numbers += operand.kernel_strides()[: 3 if _are_dense(operands) else 4]
+        # A scale of 0 has gone into the queries whole.
+        numbers.append(abs(scale) * _LOG2_E if scale_sign else 1.0)
+        numbers += [problem.heads, problem.group, problem.seqlen_q, problem.seqlen_k, problem.diagonal]
+        return self._kernel(plan).bind(layouts, numbers, self._programs(problem))
+
+    def _plan(self, problem: Problem, operands: _Operands, scale_sign: int) -> KernelPlan:
+        return forward_plan(problem, self._variant, dense=_are_dense(operands), scale_sign=scale_sign)
+
+    def _operands(self, problem: Problem, tensors: Sequence[Tensor]) -> _Operands:
+        """Of q, k, v as they lie, and of the output that would be allocated."""
+        q, k, v = tensors[:3]
+        shape = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v)
+        out = Operand.planned(shape, strides_in_order_of(shape, q), problem.dtype.itemsize)
+        return Operand.of(q), Operand.of(k), Operand.of(v), out
 
     def _kernel(self, plan: KernelPlan) -> Kernel:
         with self._lock:
@@ -277,19 +257,12 @@ class TritonForward:
             return self._kernels[plan]
 
     def _programs(self, problem: Problem) -> int:
-        tiles = -(-problem.seqlen_q // self._rows_per_program) if self._rows_per_program else 1
-        return problem.batch * problem.heads * tiles
+        heads = problem.batch * problem.heads
+        return heads if self._is_key_outer else heads * -(-problem.seqlen_q // self._block_m)
 
-    def _is_dense_call(
-        self, problem: Problem, inputs: Sequence[Tensor], out_strides: Sequence[int], out_offset: int
-    ) -> bool:
-        item_bytes = problem.dtype.itemsize
-        out_shape = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v)
-        return (
-            all(_is_dense(tensor) for tensor in inputs)
-            and out_offset == 0
-            and _has_dense_strides(out_shape, out_strides, item_bytes)
-        )
+
+def _are_dense(operands: _Operands) -> bool:
+    return all(operand.is_dense for operand in operands)
 
 
 def _is_trivial(problem: Problem) -> bool:
@@ -297,39 +270,16 @@ def _is_trivial(problem: Problem) -> bool:
     return problem.batch * problem.seqlen_q * problem.seqlen_k == 0
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.data_ptr() % _ALIGNMENT_BYTES == 0 and _has_dense_strides(
-        tensor.shape, tensor.stride(), tensor.element_size()
-    )
-
-
-def _has_dense_strides(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> bool:
-    """Last stride 1, the others multiples of 16 bytes; where there is one element, its stride is of no account."""
-    return (strides[3] == 1 or shape[3] == 1) and all(
-        size == 1 or stride * item_bytes % _ALIGNMENT_BYTES == 0
-        for size, stride in zip(shape[:3], strides[:3], strict=True)
-    )
-
-
-def _descriptor_layout(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> Layout:
-    """What a tensor map may be told: strides of dimensions with one element are made lawful."""
-    multiple = _ALIGNMENT_BYTES // item_bytes
-    lawful = [1] * 4
-    above = -(-shape[3] // multiple) * multiple
-    for dim in (2, 1, 0):
-        lawful[dim] = above if shape[dim] == 1 else strides[dim]
-        above = max(above, lawful[dim] * shape[dim])
-    return Layout(shape=tuple(shape), strides=tuple(lawful))
-
-
-def _trivial_call(shape: tuple[int, ...], strides: tuple[int, ...]) -> ForwardCall:
+def _trivial_call(planned: Operand) -> ForwardCall:
     """Answer without a launch: no row sees a key."""
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        out = torch.empty_strided(shape, strides, dtype=q.dtype, device=q.device) if out is None else out
-        lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
+        if out is None:
+            out = torch.empty_strided(planned.shape, planned.strides, dtype=q.dtype, device=q.device)
+        if lse is None:
+            lse = torch.empty(planned.shape[:3], dtype=torch.float32, device=q.device)
         return out.zero_(), lse.fill_(-math.inf)
 
     return call
