@@ -26,7 +26,7 @@ from autoflash.dispatch.explain import Explanation, PassExplanation, explain_pas
 from autoflash.dispatch.ladder import Candidate
 from autoflash.dispatch.resolve import Resolution
 from autoflash.dispatch.table import load
-from autoflash.ops import CALLS, call_key
+from autoflash.ops import CALLS, Transformable, call_key
 from autoflash.problem import Pass
 from autoflash.variant import Family
 
@@ -328,7 +328,10 @@ def _through_operator(
     query, key, value = _autocast(query, key, value) or (query, key, value)
     check_tensors(query, key, value, layout)
     training = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    out, lse = torch.ops.autoflash.attention_forward(
+    operator = torch.ops.autoflash.attention_forward
+    if not torch.compiler.is_compiling() and _functorch_level() is not None:
+        operator = Transformable.apply
+    out, lse = operator(
         *_heads_first(query, key, value, layout),
         scale_of(scale, query.shape[3]),
         mask_of(causal),

@@ -92,7 +92,7 @@ class Prepared:
             dlse: Gradient of ``lse``; None where it was not used.
             into: dq, dk and dv to fill; empty to have them allocated.
         """
-        if self._problem is None:
+        if _has_no_work(q, k, v):
             dq, dk, dv = into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
             return dq.zero_(), dk.zero_(), dv.zero_()
         dout = _regular(dout, out)

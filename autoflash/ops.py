@@ -5,6 +5,7 @@ Eager calls do not come here: they go straight to the prepared calls, which are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,7 +111,8 @@ def _backward(
     *options: Any,
 ) -> Triple:
     with torch.no_grad():
-        prepared, _ = _prepared(query, key, value, *options)
+        # Whatever the forward was told: a gradient is wanted now.
+        prepared, _ = _prepared(query, key, value, *options[:-1], True)
         return prepared.backward(query, key, value, out, lse, dout, dlse, _gradients(query, key, value))
 
 
@@ -128,14 +130,77 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(
+    ctx: Any,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    *,
+    operator: Callable[..., Triple] = torch.ops.autoflash.attention_backward,
+) -> tuple[Tensor | None, ...]:
     query, key, value, out, lse = ctx.saved_tensors
     *_, return_lse, _ = ctx.options
     dout = torch.zeros_like(out) if dout is None else dout
-    gradients = torch.ops.autoflash.attention_backward(
-        dout, dlse if return_lse else None, query, key, value, out, lse, *ctx.options
-    )
+    gradients = operator(dout, dlse if return_lse else None, query, key, value, out, lse, *ctx.options)
     return (*gradients, *(None for _ in ctx.options))
+
+
+class Transformable(torch.autograd.Function):
+    """The operator as functorch's grad and vmap take it; ``torch.library`` makes one that they do not."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Pair:
+        """Out and LSE."""
+        pair: Pair = torch.ops.autoflash.attention_forward(query, key, value, *options)
+        return pair
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
+        """Keep what the backward recomputes from."""
+        _save(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Gradients of the tensors; the options have none."""
+        return _differentiate(ctx, *gradients, operator=_TransformableBackward.apply)
+
+
+class _TransformableBackward(torch.autograd.Function):
+    """The backward operator likewise."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> Triple:
+        triple: Triple = torch.ops.autoflash.attention_backward(*arguments)
+        return triple
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Triple) -> None:
+        """Nothing is kept: there is no second derivative."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        _refuse_second(ctx, *gradients)
+
+
+def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
+    """A mapped dimension into the batch: attention knows nothing of either."""
+    if tensor is None:
+        return None
+    mapped = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return mapped.flatten(0, 1)
+
+
+def _map(operator: Any, tensors: int) -> Any:
+    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        size = info.batch_size
+        folded = [_fold(x, dim, size) for x, dim in zip(arguments[:tensors], in_dims[:tensors], strict=True)]
+        results = operator(*folded, *arguments[tensors:])
+        return tuple(result.unflatten(0, (size, -1)) for result in results), (0,) * len(results)
+
+    return rule
 
 
 def _refuse_second(ctx: Any, *gradients: Tensor) -> None:
@@ -149,3 +214,9 @@ torch.library.register_fake("autoflash::attention_forward", _fake_forward, lib=_
 torch.library.register_fake("autoflash::attention_backward", _fake_backward, lib=_library)
 torch.library.register_autograd("autoflash::attention_forward", _differentiate, setup_context=_save, lib=_library)
 torch.library.register_autograd("autoflash::attention_backward", _refuse_second, lib=_library)
+torch.library.register_vmap(
+    "autoflash::attention_forward", _map(torch.ops.autoflash.attention_forward, 3), lib=_library
+)
+torch.library.register_vmap(
+    "autoflash::attention_backward", _map(torch.ops.autoflash.attention_backward, 7), lib=_library
+)

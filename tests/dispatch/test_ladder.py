@@ -1,0 +1,149 @@
+"""The order of the rungs."""
+
+from __future__ import annotations
+
+from autoflash.dispatch.ladder import (
+    Candidate,
+    Here,
+    VendorPolicy,
+    inference_ladder,
+    training_ladders,
+)
+from autoflash.dispatch.table import Table
+from autoflash.problem import Cell, Pass
+from autoflash.trial import Decision, Tier
+from autoflash.variant import Family
+from tests.factories import make_cell, make_decision, make_device, make_environment, make_ranked, make_variant
+
+GPU = Here(device=make_device(), environment=make_environment())
+CELL = make_cell()
+BACKWARD = make_cell(op=Pass.BACKWARD)
+CUDNN = make_variant(Family.VENDOR)
+
+
+def recorded(
+    cell: Cell = CELL, generated_us: float = 90.0, vendor_us: float | None = 100.0, **options: object
+) -> Decision:
+    vendor = None if vendor_us is None else make_ranked(variant=CUDNN, median_us=vendor_us)
+    choices = [
+        make_ranked(variant=make_variant(op=cell.op, loads="tma"), median_us=generated_us),
+        make_ranked(variant=make_variant(op=cell.op), median_us=generated_us + 15.0),
+    ]
+    return make_decision(cell=cell, choices=choices, vendor=vendor, **options)  # type: ignore[arg-type]
+
+
+def rungs(policy: VendorPolicy, *decisions: Decision, cell: Cell = CELL, here: Here = GPU) -> tuple[Candidate, ...]:
+    return inference_ladder(cell, here, Table.from_decisions(decisions), policy)
+
+
+def tiers(candidates: tuple[Candidate, ...]) -> list[Tier]:
+    return [candidate.tier for candidate in candidates]
+
+
+def test_on_an_empty_table_vendor_kernels_come_first_and_torch_tiled_last() -> None:
+    candidates = rungs(VendorPolicy.ALLOW)
+
+    assert tiers(candidates) == [Tier.VENDOR] * 4 + [Tier.DEFAULT, Tier.PORTABLE]
+    assert candidates[-1].variant.family is Family.TORCH_TILED
+    assert "not measured here" in candidates[0].reason
+
+
+def test_never_leaves_vendor_kernels_out() -> None:
+    assert tiers(rungs(VendorPolicy.NEVER)) == [Tier.DEFAULT, Tier.PORTABLE]
+
+
+def test_only_leaves_generated_kernels_out() -> None:
+    assert set(tiers(rungs(VendorPolicy.ONLY, recorded()))) == {Tier.VENDOR}
+
+
+def test_a_generated_kernel_goes_first_where_it_was_measured_faster() -> None:
+    """The second choice was slower than the vendor's kernel, so that comes between them."""
+    candidates = rungs(VendorPolicy.ALLOW, recorded())
+
+    assert tiers(candidates)[:2] == [Tier.EXACT, Tier.VENDOR]
+    assert candidates[1].variant == CUDNN
+    assert tiers(candidates)[5] is Tier.EXACT
+
+
+def test_the_vendor_goes_first_where_it_was_measured_faster() -> None:
+    candidates = rungs(VendorPolicy.ALLOW, recorded(generated_us=110.0))
+
+    assert tiers(candidates)[0] is Tier.VENDOR
+    assert "100.0 us" in candidates[0].reason
+
+
+def test_the_fastest_recorded_vendor_goes_before_the_others() -> None:
+    flash = make_variant(Family.VENDOR, backend="flash")
+    decision = make_decision(vendor=make_ranked(variant=flash, median_us=50.0))
+
+    candidates = rungs(VendorPolicy.ALLOW, decision)
+
+    assert candidates[0].variant == flash
+    assert [c.variant for c in candidates].count(flash) == 1
+
+
+def test_the_nearest_bucket_serves_and_says_so() -> None:
+    candidates = rungs(VendorPolicy.NEVER, recorded(cell=make_cell(q_bucket=12)))
+
+    assert candidates[0].tier is Tier.NEAREST
+    assert "is not tuned; the nearest that is" in candidates[0].reason
+
+
+def test_a_record_of_another_triton_is_stale_and_has_to_be_verified() -> None:
+    candidates = rungs(VendorPolicy.NEVER, recorded(environment=make_environment(triton="3.5")))
+
+    assert candidates[0].tier is Tier.STALE
+    assert candidates[0].to_verify
+    assert "triton is '3.6' here, the record is for '3.5'" in candidates[0].reason
+
+
+def test_a_record_of_another_torch_is_not_stale() -> None:
+    candidates = rungs(VendorPolicy.NEVER, recorded(environment=make_environment(torch="2.10.0", driver="1")))
+
+    assert candidates[0].tier is Tier.EXACT
+    assert not candidates[0].to_verify
+
+
+def test_a_default_has_to_be_verified() -> None:
+    assert all(candidate.to_verify for candidate in rungs(VendorPolicy.NEVER))
+
+
+def test_on_a_cpu_torch_tiled_is_the_default() -> None:
+    cpu = make_device("cpu")
+
+    candidates = rungs(VendorPolicy.NEVER, here=Here(device=cpu, environment=make_environment(device=cpu)))
+
+    assert tiers(candidates) == [Tier.DEFAULT]
+    assert candidates[0].variant.family is Family.TORCH_TILED
+
+
+def pair(policy: VendorPolicy, *decisions: Decision) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
+    return training_ladders(CELL, BACKWARD, GPU, Table.from_decisions(decisions), policy)
+
+
+def test_training_compares_the_sum_of_both_passes() -> None:
+    """Slower forward, but faster in sum: generated. Faster forward, but slower in sum: the vendor's."""
+    better, _ = pair(VendorPolicy.ALLOW, recorded(CELL, 110.0), recorded(BACKWARD, 250.0, 300.0))
+    worse, _ = pair(VendorPolicy.ALLOW, recorded(CELL, 90.0), recorded(BACKWARD, 350.0, 300.0))
+
+    assert better[0].tier is Tier.EXACT
+    assert worse[0].tier is Tier.VENDOR
+
+
+def test_training_without_a_tuned_backward_takes_the_vendor() -> None:
+    forwards, _ = pair(VendorPolicy.ALLOW, recorded(CELL, 10.0))
+
+    assert forwards[0].tier is Tier.VENDOR
+
+
+def test_a_generated_forward_never_meets_a_vendor_backward() -> None:
+    _, backwards = pair(VendorPolicy.ALLOW, recorded(CELL, 90.0), recorded(BACKWARD, 250.0, 300.0))
+
+    assert all(candidate.variant.family is not Family.VENDOR for candidate in backwards)
+
+
+def test_training_never_uses_a_vendor_where_none_is_allowed() -> None:
+    forwards, backwards = pair(VendorPolicy.NEVER, recorded(CELL, 200.0), recorded(BACKWARD, 400.0))
+
+    assert tiers(forwards) == [Tier.EXACT, Tier.EXACT, Tier.DEFAULT, Tier.PORTABLE]
+    assert tiers(backwards) == [Tier.EXACT, Tier.EXACT, Tier.DEFAULT, Tier.PORTABLE]
