@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from autoflash.evaluate.evaluator import Outcome
+from autoflash.problem import Problem
 from autoflash.search.sampler import Feedback, Sampler
 from autoflash.space.knob import Knob
-from autoflash.trial import Status
+from autoflash.trial import Level, Stage, Status
 from autoflash.variant import Family, Variant
 
 # Compiling needs no GPU and runs on many cores: so many candidates per trial are compiled before the first is timed.
@@ -98,6 +100,38 @@ def random_search(recording: Recording, *, trials: int, seed: int) -> list[Varia
     """The policy to beat: distinct variants drawn evenly from those that fit."""
     fitting = [v for v, row in recording.rows.items() if row.outcome.status is not Status.CONSTRAINTS]
     return random.Random(seed).sample(fitting, min(trials, len(fitting)))
+
+
+class RecordedEvaluator:
+    """Answers from a table what a device would have said: the tuner runs on it unchanged.
+
+    A variant that the table does not have is refused, as one that the device cannot run.
+    """
+
+    def __init__(self, outcomes: Mapping[Variant, Outcome]) -> None:
+        self._outcomes = dict(outcomes)
+        self.screened: list[Variant] = []
+
+    def screen(self, problem: Problem, variant: Variant) -> Outcome:
+        """What was recorded."""
+        self.screened.append(variant)
+        return self._outcomes.get(variant, Outcome(status=Status.CONSTRAINTS, detail="not in the recording"))
+
+    def verify_full(self, problem: Problem, inside: Problem | None, variant: Variant) -> Outcome:
+        """The recorded verification, taken for the full grid."""
+        outcome = self._outcomes[variant]
+        if outcome.verification is None:
+            return outcome
+        return replace(outcome, verification=replace(outcome.verification, level=Level.FULL), measurement=None)
+
+    def rerank(self, problem: Problem, variants: Sequence[Variant], run: str) -> list[Outcome]:
+        """The recorded times, as of one comparison."""
+        return [self._final(self._outcomes[variant], run) for variant in variants]
+
+    def _final(self, outcome: Outcome, run: str) -> Outcome:
+        if outcome.measurement is None:
+            return outcome
+        return replace(outcome, measurement=replace(outcome.measurement, stage=Stage.FINAL, run=run))
 
 
 def _learn(sampler: Sampler, variant: Variant, row: Row) -> None:

@@ -35,7 +35,7 @@ class SearchSpace:
     device: Device
     family: Family
     knobs: tuple[Knob, ...]
-    _variants: list[Variant] = field(default_factory=list, compare=False, repr=False)
+    _scores: dict[Variant, float] = field(default_factory=dict, compare=False, repr=False)
 
     def variant(self, choices: Mapping[str, Choice]) -> Variant:
         """The variant that flat choices name; knobs left out take their default."""
@@ -66,16 +66,18 @@ class SearchSpace:
 
     def variants(self) -> list[Variant]:
         """Every variant that satisfies the constraints, in a fixed order."""
-        if not self._variants:
-            distinct: dict[Variant, None] = {}
+        return list(self.scores())
+
+    def scores(self) -> dict[Variant, float]:
+        """The same with the static score of each; made once for all cells that share the space."""
+        if not self._scores:
             for values in itertools.product(*(knob.values for knob in self.knobs)):
                 flat = dict(zip((knob.name for knob in self.knobs), values, strict=True))
                 if self._is_canonical(flat):
-                    distinct[self.variant(flat)] = None
-            self._variants.extend(
-                variant for variant in distinct if constraint.why_not(variant, self.cell, self.device) is None
-            )
-        return list(self._variants)
+                    variant = self.variant(flat)
+                    if constraint.why_not(variant, self.cell, self.device) is None:
+                        self._scores[variant] = cost.score(variant, self.cell, self.device)
+        return dict(self._scores)
 
     def _is_canonical(self, flat: Mapping[str, Choice]) -> bool:
         """Whether every knob that does not apply stands at its default: skips the other spellings unbuilt."""

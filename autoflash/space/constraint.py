@@ -66,5 +66,5 @@ def _rows(variant: Variant, cell: Cell) -> str | None:
 
 
 def _round_up(length: int) -> int:
-    """The smallest block that a short sequence may use: a dot needs 16 rows."""
-    return max(16, length)
+    """The longest block that a short sequence may use: some spaces have none below 32."""
+    return max(32, length)

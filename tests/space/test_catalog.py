@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+
+from autoflash.device import CROSS_TARGETS, Device, DeviceKind
+from autoflash.problem import DType, Mask, Parallelism, Pass
+from autoflash.space import catalog, cost
+from autoflash.variant import Choices, Family, Variant
+from tests.factories import make_cell
+
+CPU = Device(kind=DeviceKind.CPU, name="cpu", arch="x86_64", multiprocessors=2, shared_bytes=0, warp_size=1)
+_H200 = CROSS_TARGETS["sm_90"]
+_HEAD_DIMS = (8, 16, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256)
+
+
+@pytest.mark.parametrize(("op", "dtype"), list(itertools.product(Pass, DType)))
+@pytest.mark.parametrize("target", sorted(CROSS_TARGETS))
+def test_the_default_is_in_the_space_and_fits_every_class_of_shared_memory(target: str, op: Pass, dtype: DType) -> None:
+    spaces = [
+        catalog.search_space(make_cell(op=op, dtype=dtype, head_dim=dim), CROSS_TARGETS[target], Family.TRITON)
+        for dim in _HEAD_DIMS
+    ]
+
+    assert [space.why_not(space.default()) for space in spaces] == [None] * len(spaces)
+    assert max(cost.shared_bytes(space.default(), space.cell) for space in spaces) <= 64 * 1024
+    assert not any(catalog.has_precondition(space.default()) for space in spaces)
+
+
+@pytest.mark.parametrize(("op", "mask"), list(itertools.product(Pass, Mask)))
+def test_every_variant_satisfies_its_constraints_in_one_spelling(op: Pass, mask: Mask) -> None:
+    space = catalog.search_space(make_cell(op=op, mask=mask, head_dim=128), _H200, Family.TRITON)
+
+    variants = space.variants()
+
+    sample = variants[:: max(1, len(variants) // 200)]
+    assert len(set(variants)) == len(variants) > 100
+    assert [space.why_not(variant) for variant in sample] == [None] * len(sample)
+    assert [space.normalise(variant) for variant in sample] == sample
+
+
+def test_variants_come_in_the_same_order_each_time() -> None:
+    cell = make_cell(head_dim=128)
+
+    one = catalog.search_space(cell, _H200, Family.TRITON).variants()
+    catalog._search_space.cache_clear()
+    other = catalog.search_space(cell, _H200, Family.TRITON).variants()
+
+    assert one == other
+
+
+def test_descriptors_are_offered_only_where_a_copy_engine_executes_them() -> None:
+    cell = make_cell()
+
+    loads = {
+        target: {v.structure["loads"] for v in catalog.search_space(cell, device, Family.TRITON).variants()}
+        for target, device in CROSS_TARGETS.items()
+    }
+
+    assert loads["sm_90"] == loads["sm_100"] == {"pointer", "tma"}
+    assert loads["sm_80"] == loads["sm_89"] == loads["gfx942"] == {"pointer"}
+
+
+def test_descriptors_need_rows_of_whole_16_bytes() -> None:
+    space = catalog.search_space(make_cell(head_dim=20), _H200, Family.TRITON)
+    variant = space.variant({"loads": "tma"})
+
+    assert "16 bytes" in (space.why_not(variant) or "")
+
+
+def test_a_deterministic_backward_has_no_atomic_additions() -> None:
+    cell = make_cell(op=Pass.BACKWARD, deterministic=True)
+    space = catalog.search_space(cell, _H200, Family.TRITON)
+
+    orders = {variant.structure["loop_order"] for variant in space.variants()}
+
+    assert orders == {"split", "fused"}
+    assert "not deterministic" in (space.why_not(space.variant({"loop_order": "key_outer"})) or "")
+
+
+def test_backward_knobs_that_do_not_apply_are_absent() -> None:
+    space = catalog.search_space(make_cell(op=Pass.BACKWARD), _H200, Family.TRITON)
+
+    names = {order: set(space.variant({"loop_order": order}).config) for order in ("key_outer", "split", "fused")}
+
+    one = {"BLOCK_M", "BLOCK_N", "num_warps", "num_stages"}
+    assert names["key_outer"] == one
+    assert names["fused"] == one | {"BLOCK_M2", "BLOCK_N2", "num_stages2"}
+    assert names["split"] == names["fused"] | {"num_warps2"}
+
+
+def test_a_forward_with_keys_outside_has_no_other_structure() -> None:
+    space = catalog.search_space(make_cell(mask=Mask.CAUSAL), _H200, Family.TRITON)
+
+    structures = {v.structure for v in space.variants() if v.structure["loop_order"] == "key_outer"}
+
+    assert structures == {space.default().structure.replace(loop_order="key_outer")}
+
+
+@pytest.mark.parametrize("mask", list(Mask))
+def test_mask_knobs_exist_only_under_a_mask(mask: Mask) -> None:
+    space = catalog.search_space(make_cell(mask=mask), _H200, Family.TRITON)
+
+    found = {(v.structure["mask_loops"], v.structure["tile_order"]) for v in space.variants()}
+
+    assert len(found) == (4 if mask is Mask.CAUSAL else 1)
+
+
+def test_values_outside_the_space_are_named() -> None:
+    space = catalog.search_space(make_cell(), _H200, Family.TRITON)
+    variant = dataclasses.replace(space.default(), config=space.default().config.replace(BLOCK_M=96))
+
+    assert "BLOCK_M=96" in (space.why_not(variant) or "")
+
+
+def test_a_short_sequence_gets_no_block_longer_than_itself() -> None:
+    space = catalog.search_space(make_cell(q_bucket=6, k_bucket=5, parallelism=Parallelism.LOW), _H200, Family.TRITON)
+
+    variants = space.variants()
+
+    assert max(v.config.number("BLOCK_M") for v in variants) == 64
+    assert max(v.config.number("BLOCK_N") for v in variants) == 32
+
+
+@pytest.mark.parametrize("op", list(Pass))
+def test_even_an_empty_sequence_has_a_variant(op: Pass) -> None:
+    cell = make_cell(op=op, q_bucket=0, k_bucket=0)
+
+    assert catalog.search_space(cell, _H200, Family.TRITON).variants()
+    assert catalog.search_space(cell, CPU, Family.TORCH_TILED).variants()
+
+
+def test_the_portable_family_searches_blocks_up_to_the_sequence() -> None:
+    space = catalog.search_space(make_cell(q_bucket=10, k_bucket=8), CPU, Family.TORCH_TILED)
+
+    variants = space.variants()
+
+    assert {v.config["block_m"] for v in variants} == {64, 128, 256, 512, 1024}
+    assert {v.config["block_n"] for v in variants} == {64, 128, 256}
+    assert {v.config["heads_per_step"] for v in variants} == {0, 1, 4}
+    assert {v.structure["loop_order"] for v in variants} == {"query_outer", "key_outer"}
+    assert space.default() in variants
+
+
+def test_a_cpu_has_the_portable_family_alone() -> None:
+    assert catalog.families(Pass.FORWARD, CPU) == (Family.TORCH_TILED,)
+    assert catalog.families(Pass.FORWARD, _H200)[0] is Family.TRITON
+
+
+def test_vendors_have_no_search_space() -> None:
+    with pytest.raises(ValueError, match="vendor"):
+        catalog.search_space(make_cell(), _H200, Family.VENDOR)
+
+
+def test_vendors_are_those_that_the_dtype_and_device_have() -> None:
+    def backends(dtype: DType, device: Device) -> set[object]:
+        return {variant.structure["backend"] for variant in catalog.vendors(make_cell(dtype=dtype), device)}
+
+    assert backends(DType.BF16, _H200) == {"cudnn", "flash", "efficient", "math"}
+    assert backends(DType.FP32, _H200) == {"efficient", "math"}
+    assert backends(DType.FP32, CPU) == {"flash", "math"}
+
+
+def test_a_variant_of_another_family_is_refused() -> None:
+    space = catalog.search_space(make_cell(), _H200, Family.TRITON)
+
+    reason = space.why_not(Variant(family=Family.VENDOR, structure=Choices(backend="math"), config=Choices()))
+
+    assert reason == "vendor is not triton"
