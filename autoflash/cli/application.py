@@ -10,6 +10,7 @@ from types import FrameType
 
 import click
 
+from autoflash import __version__
 from autoflash.errors import AutoflashError, DatabaseError, InvalidProblemError, UnsupportedError
 
 DONE, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
@@ -46,9 +47,9 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(package_name="autoflash", prog_name="autoflash")
+@click.version_option(__version__, prog_name="autoflash")
 def program() -> None:
-    r"""Find the fastest correct attention kernel for this machine, and use it.
+    """Find the fastest correct attention kernel for this machine, and use it.
 
     \b
     autoflash tune        search on this device; run it again to resume
@@ -56,7 +57,7 @@ def program() -> None:
     autoflash export      a table for machines that must not tune
 
     Exit codes: 0 done, 1 something asked for failed, 2 usage or environment, 130 interrupted.
-    """
+    """  # noqa: D301 - \b is click's mark of a paragraph to leave as it is
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        outcome = program.main(args=None if arguments is None else list(arguments), standalone_mode=False)
+        given = None if arguments is None else list(arguments)
+        outcome = program.main(given, prog_name="autoflash", standalone_mode=False)
         sys.stdout.flush()
     except click.ClickException as error:
         error.show()

@@ -9,12 +9,11 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import click
 
-from autoflash import paths
+from autoflash import __version__, paths
 from autoflash.cli.options import Common, common_options
 from autoflash.cli.output import print_json
 from autoflash.codegen.render import Form, render
@@ -72,13 +71,13 @@ def command(common: Common) -> None:
     else:
         for one in findings:
             mark, color = MARKS[one.state]
-            click.echo(f"{click.style(f'{mark:4}', fg=color)}  {one.subject:<16} {one.text}")
+            click.echo(f"{click.style(f'{mark:4}', fg=color)}  {one.subject:<20} {one.text}")
     if any(one.state == "failure" for one in findings):
         raise click.exceptions.Exit(1)
 
 
 def _python() -> Finding:
-    text = f"autoflash {version('autoflash')}, Python {sys.version.split()[0]}"
+    text = f"autoflash {__version__}, Python {sys.version.split()[0]}"
     return Finding(subject="autoflash", state="ok", text=text)
 
 

@@ -22,10 +22,10 @@ from autoflash.runtime.probe import environment, probe
 @click.option("--here", is_flag=True, help="Only this device's decisions, not all of the database.")
 @click.option("--shipped", type=click.Path(path_type=Path), help="Merge them into the text files of this folder.")
 def command(common: Common, out: Path | None, force: bool, here: bool, shipped: Path | None) -> None:
-    """Write the decisions of the database as a table for machines that must not tune.
+    """Write a table for machines that must not tune.
 
-    The table is sorted JSON with a checksum; equal content gives equal bytes. Use it with AUTOFLASH_TABLE=FILE, or
-    merge it into another database with `autoflash import`.
+    It has the decisions of the database, as sorted JSON with a checksum; equal content gives equal bytes. Use it with
+    AUTOFLASH_TABLE=FILE, or merge it into another database with `autoflash import`.
     """
     if not Repository.exists(common.db):
         raise click.ClickException(f"there is no database at {database_url(common.db)}; `autoflash tune` makes one")

@@ -18,9 +18,10 @@ from autoflash.runtime.probe import environment, probe
 @common_options
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 def command(common: Common, file: Path) -> None:
-    """Read an exported table FILE into the database; again changes nothing.
+    """Read an exported table into the database.
 
-    Rows of another device are kept for machines that have it, and never used on this one.
+    Doing so again changes nothing. Rows of another device are kept for machines that have it, and never used on
+    this one.
     """
     text = file.read_text(encoding="utf-8", errors="replace")
     # A damaged table must not even make a database.

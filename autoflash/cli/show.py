@@ -48,7 +48,7 @@ def command(
     shipped: bool,
     limit: int | None,
 ) -> None:
-    """List decisions, or with --trials the trials, of the database.
+    """List the recorded decisions, or with --trials the trials.
 
     TFLOP/s counts only what the mask leaves visible; the error is in units of what the gate allows.
     """

@@ -13,8 +13,8 @@ from autoflash.device import Device, DeviceKind
 from autoflash.keys import Json
 from autoflash.problem import Cell, DType, Mask, Pass
 from autoflash.runtime.probe import probe
-from autoflash.search import presets
-from autoflash.search.request import DEFAULT_TRIALS, CellPlan, CellSummary, TuneRequest, TuneSummary
+from autoflash.search.presets import Axes, Preset, cells, default_preset, effort
+from autoflash.search.request import CellPlan, CellSummary, TuneRequest, TuneSummary
 from autoflash.search.tuner import plan, tune
 
 PLAN_COLUMNS = (
@@ -36,6 +36,8 @@ SUMMARY_COLUMNS = (
     Column(title="note"),
 )
 
+PRESETS = [preset.value for preset in Preset]
+
 # Seconds, as measured on two CPU cores and on an H200: a trial is compiled, verified and timed; a cell ends with the
 # full verification of its finalists.
 TRIAL_S = {DeviceKind.CPU: 0.4, DeviceKind.CUDA: 2.0, DeviceKind.HIP: 2.0}
@@ -44,15 +46,15 @@ FINALS_S = {DeviceKind.CPU: 5.0, DeviceKind.CUDA: 15.0, DeviceKind.HIP: 15.0}
 
 @click.command("tune")
 @common_options
-@click.option("--preset", type=click.Choice(presets.NAMES), help="Which cells (default: quick on a CPU, else llm).")
+@click.option("--preset", type=click.Choice(PRESETS), help="Which cells (default: quick on a CPU, llm on a GPU).")
 @click.option("--pass", "ops", type=PASS, multiple=True, help="Only this pass; may be repeated.")
 @click.option("--head-dim", "head_dims", type=click.IntRange(1), multiple=True, help="Only this one; may be repeated.")
 @click.option("--dtype", "dtypes", type=DTYPE, multiple=True, help="Only this type; may be repeated.")
 @click.option("--causal/--full", default=None, help="Only this mask.")
 @click.option("--seqlen", "seqlens", type=click.IntRange(1), multiple=True, help="Only this one; may be repeated.")
-@click.option("--trials", type=click.IntRange(1), help=f"Per cell, in all (default: {DEFAULT_TRIALS}).")
+@click.option("--trials", type=click.IntRange(1), help="Per cell, in all (default: the preset's).")
 @click.option("--more", type=click.IntRange(1), help="Instead: so many more per cell.")
-@click.option("--budget", type=Duration(), help="Stop searching after so long, such as 10m.")
+@click.option("--budget", type=Duration(), help="Stop searching after so long, such as 10m (default: the preset's).")
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 def command(
     common: Common,
@@ -67,7 +69,7 @@ def command(
     budget: float | None,
     dry_run: bool,
 ) -> None:
-    """Search for the fastest correct kernels on this device, and record them.
+    """Search for the fastest correct kernels on this device.
 
     Every candidate is compiled, verified against a float64 reference, timed and recorded, in processes of its own.
     Interrupt it at will: the same command goes on where it stopped. Exit code 1 if a cell is left without a kernel.
@@ -75,21 +77,22 @@ def command(
     if trials is not None and more is not None:
         raise click.UsageError("--trials is a total and --more adds to it: give one of them")
     device = probe(common.device)
-    cells = presets.cells(
-        preset or presets.default(device),
-        device,
-        ops=tuple(Pass(op) for op in ops),
-        head_dims=head_dims,
-        dtypes=tuple(DType(dtype) for dtype in dtypes),
-        masks=() if causal is None else (Mask.CAUSAL if causal else Mask.FULL,),
-        seqlens=seqlens,
+    chosen = Preset(preset) if preset else default_preset(device)
+    axes = Axes(
+        passes=tuple(Pass(op) for op in ops) or None,
+        dtypes=tuple(DType(dtype) for dtype in dtypes) or None,
+        head_dims=head_dims or None,
+        masks=None if causal is None else (Mask.CAUSAL if causal else Mask.FULL,),
+        seqlens=seqlens or None,
     )
+    usual = effort(chosen, device)
     request = TuneRequest(
-        cells=cells,
+        cells=cells(chosen, device, axes),
         device=device,
-        trials=trials or DEFAULT_TRIALS,
+        trials=trials or usual.trials,
         more=more,
-        budget_s=budget,
+        # Who says how many trials wants them all.
+        budget_s=budget or (usual.budget_s if trials is None and more is None else None),
         seed=common.seed,
     )
     if dry_run:
@@ -132,7 +135,7 @@ def _time(seconds: float) -> str:
 def _say_plan(common: Common, device: Device, plans: tuple[CellPlan, ...]) -> None:
     total = sum(_seconds(one, device) for one in plans)
     if common.json:
-        cells: list[Json] = [
+        planned: list[Json] = [
             {
                 "cell": one.cell.to_dict(),
                 "name": str(one.cell),
@@ -143,7 +146,7 @@ def _say_plan(common: Common, device: Device, plans: tuple[CellPlan, ...]) -> No
             }
             for one in plans
         ]
-        print_json({"device": device.name, "estimated_s": total, "cells": cells})
+        print_json({"device": device.name, "estimated_s": total, "cells": planned})
         return
     rows = [
         [str(one.cell), str(one.variants), str(one.recorded), str(one.to_do), _time(_seconds(one, device))]
@@ -189,7 +192,7 @@ def _summary_row(cell: CellSummary) -> list[str]:
 
 
 def _summary_json(summary: TuneSummary) -> dict[str, Json]:
-    cells: list[Json] = [
+    tuned: list[Json] = [
         {
             "name": str(cell.cell),
             "cell": cell.cell.to_dict(),
@@ -204,4 +207,4 @@ def _summary_json(summary: TuneSummary) -> dict[str, Json]:
         for cell in summary.cells
     ]
     unreached: list[Json] = [str(cell) for cell in summary.unreached]
-    return {"seed": summary.seed, "seconds": summary.seconds, "cells": cells, "unreached": unreached}
+    return {"seed": summary.seed, "seconds": summary.seconds, "cells": tuned, "unreached": unreached}

@@ -20,9 +20,10 @@ from autoflash.runtime.probe import probe
 @problem_options
 @vendor_option
 def command(sizes: ProblemOptions, common: Common, vendor: str | None) -> None:
-    """Compile the kernels of a problem ahead of its first call, into the cache that later processes read.
+    """Compile the kernels of a problem ahead of its first call.
 
-    In the process that makes the calls, autoflash.warmup() also loads them: needed before a CUDA graph is captured.
+    They are kept in the cache that later processes read. In the process that makes the calls, autoflash.warmup()
+    also loads them: needed before a CUDA graph is captured.
     """
     device = probe(common.device)
     problem = sizes.problem(device)

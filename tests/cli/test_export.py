@@ -75,7 +75,7 @@ def test_case_a52_results_of_another_device_are_not_overwritten(
     assert out.read_bytes() == before
     complaint = capsys.readouterr().err
     assert filled.foreign.environment.device_name in complaint
-    assert "autoflash import" in complaint
+    assert "import it first" in complaint
 
 
 def test_case_a52_a_read_only_file_is_not_overwritten(filled: Filled, tmp_path: Path) -> None:
