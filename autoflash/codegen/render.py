@@ -82,7 +82,13 @@ def render(form: Form, family: Family, structure: Choices) -> RenderedSource:
         header = (
             environment()
             .get_template("common/_header.py.j2")
-            .render(problem=form, structure=structure, family=family, template=template, digest=digest)
+            .render(
+                problem=form,
+                structure=structure,
+                template=template,
+                digest=digest,
+                command=_command(form, family, structure),
+            )
         )
     except jinja2.TemplateError as error:
         raise RenderError(f"{template} cannot render {family.value} [{structure}] for {form}: {error}") from error
@@ -110,6 +116,13 @@ def source_digest(text: str) -> str:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     return keys.digest("\n".join(line.rstrip() for line in lines if line.strip()))
+
+
+def _command(form: Form, family: Family, structure: Choices) -> str:
+    """The command line that prints this source."""
+    words = ["autoflash render", f"--pass {form.op.value}", f"--family {family.value}"]
+    words += ["--causal"] if form.mask is Mask.CAUSAL else []
+    return " ".join([*words, *(f"--set {setting}" for setting in str(structure).split())])
 
 
 def _template_of(form: Form, family: Family, structure: Choices) -> str:
