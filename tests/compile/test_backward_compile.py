@@ -1,0 +1,173 @@
+"""What ptxas makes of the backward kernels, without a GPU.
+
+The figures are those of hand-written kernels that were measured on an H200: a template that needs more of something, or
+loses its asynchronous matrix products, is slower.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoflash.codegen.render import Form, render
+from autoflash.problem import DType, Mask, Problem
+from autoflash.runtime import launch
+from autoflash.runtime.load import load
+from autoflash.runtime.triton_backward import backward_plans
+from autoflash.trial import Resources, Status
+from autoflash.variant import Variant
+from tests.factories import make_device
+from tests.gradients import backward_problem, make_variant
+
+triton = pytest.importorskip("triton")
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="nothing is compiled in Triton's interpreter"
+)
+
+# Register allocation changes with each release; what is counted exactly was counted with this one.
+IS_COUNTED_RELEASE = triton.__version__.startswith("3.6.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Winner:
+    """A configuration that won on the H200: the kernel that does its work, and what ptxas gave it."""
+
+    name: str
+    variant: Variant
+    head_dim: int
+    mask: Mask
+    function: str
+    shared_bytes: int
+    registers: int
+    wgmma: int
+    spill_bytes: int = 0
+
+
+WINNERS = [
+    Winner(
+        name="fused D128 full",
+        variant=make_variant("fused", "tma", tiles=(64, 64, 64, 64)),
+        head_dim=128,
+        mask=Mask.FULL,
+        function="backward_fused",
+        shared_bytes=98848,
+        registers=228,
+        wgmma=44,
+    ),
+    Winner(
+        name="fused D128 causal",
+        variant=make_variant("fused", "tma", tiles=(64, 64, 64, 64), dot_order="scores_first"),
+        head_dim=128,
+        mask=Mask.CAUSAL,
+        function="backward_fused",
+        shared_bytes=98848,
+        registers=255,
+        wgmma=44,
+    ),
+    Winner(
+        name="fused D64 full",
+        variant=make_variant("fused", "tma", tiles=(64, 64, 64, 64), stages=3),
+        head_dim=64,
+        mask=Mask.FULL,
+        function="backward_fused",
+        shared_bytes=66616,
+        # Up to here, three programs share a multiprocessor.
+        registers=168,
+        wgmma=28,
+    ),
+    Winner(
+        name="key_outer D64 full",
+        variant=make_variant("key_outer", "tma", tiles=(64, 64, 0, 0)),
+        head_dim=64,
+        mask=Mask.FULL,
+        function="backward_keys",
+        shared_bytes=66080,
+        # Up to here, two programs share a multiprocessor.
+        registers=255,
+        wgmma=20,
+    ),
+    Winner(
+        name="split D128 full, keys",
+        variant=make_variant("split", "tma", tiles=(64, 64, 64, 64), dot_order="scores_first"),
+        head_dim=128,
+        mask=Mask.FULL,
+        function="backward_keys",
+        shared_bytes=98848,
+        registers=244,
+        wgmma=24,
+    ),
+    Winner(
+        name="fused D128 full, pointers",
+        variant=make_variant("fused", "pointer", tiles=(64, 64, 64, 64)),
+        head_dim=128,
+        mask=Mask.FULL,
+        function="backward_fused",
+        shared_bytes=98816,
+        registers=255,
+        wgmma=44,
+    ),
+]
+
+
+def _compiled(problem: Problem, variant: Variant, function: str, arch: str = "sm_90") -> Any:
+    module = load(render(Form.of(problem), variant.family, variant.structure))
+    plan = next(plan for plan in backward_plans(problem, variant) if plan.function == function)
+    return launch.compile_kernel(module, plan, make_device(arch))
+
+
+def _regular(head_dim: int, mask: Mask, **sizes: object) -> Problem:
+    return backward_problem(head_dim=head_dim, mask=mask, **{"batch": 4, "heads": 16, "seqlen_q": 4096, **sizes})
+
+
+@pytest.mark.parametrize("winner", WINNERS, ids=lambda winner: winner.name)
+def test_a_winner_takes_no_more_than_the_kernel_that_was_measured(winner: Winner) -> None:
+    compiled = _compiled(_regular(winner.head_dim, winner.mask), winner.variant, winner.function)
+    taken = launch.compiled_resources(compiled)
+    assert compiled.asm["ptx"].count("wgmma.mma_async") == winner.wgmma
+    assert taken.shared_bytes <= winner.shared_bytes
+    if IS_COUNTED_RELEASE:
+        assert taken.spill_bytes <= winner.spill_bytes
+        assert taken.registers <= winner.registers
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("mask", list(Mask))
+def test_matrix_products_stay_asynchronous(mask: Mask, group: int, tmp_path: Path) -> None:
+    # ptxas says so in a message C75xx where it had to wait for each product.
+    variant = make_variant("fused", "tma", tiles=(64, 64, 64, 64))
+    problem = _regular(128, mask, kv_heads=16 // group)
+    compiled = _compiled(problem, variant, "backward_fused")
+    source = tmp_path / "kernel.ptx"
+    source.write_text(compiled.asm["ptx"])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        said = subprocess.run(
+            [triton.knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", str(source), "-o", binary.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+    assert "registers" in said
+    assert "C75" not in said
+    if IS_COUNTED_RELEASE:
+        assert launch.compiled_resources(compiled).spill_bytes == 0
+
+
+@pytest.mark.parametrize(("arch", "loop_order"), [("sm_80", "split"), ("sm_120", "key_outer"), ("gfx942", "fused")])
+def test_every_kernel_compiles_for_other_architectures_and_fits(arch: str, loop_order: str) -> None:
+    from autoflash.runtime.compile import compile_variant
+
+    variant = make_variant(loop_order, tiles=(32, 64, 64, 32))
+    problem = backward_problem(
+        dtype=DType.FP16, head_dim=72, heads=4, kv_heads=2, seqlen_q=100, seqlen_k=130, mask=Mask.CAUSAL
+    )
+    outcome = compile_variant(problem, variant, make_device(arch))
+    assert outcome.status is Status.CORRECT, outcome.detail
+    assert isinstance(outcome.resources, Resources)
+    assert 0 < outcome.resources.shared_bytes <= make_device(arch).shared_bytes
