@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE if isinstance(error, (DatabaseError, InvalidProblemError, UnsupportedError)) else FAILED
     except BrokenPipeError:
         # The reader (head, less) has seen enough. Python would complain again when it flushes at exit.
-        sys.stdout = None  # type: ignore[assignment]  # documented way to have no standard output
+        sys.stdout = None
         return DONE
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -97,6 +97,7 @@ def _grid(common: Common, device: Device, grid: Grid, out: Path | None, readme: 
             device,
             decisions,
             backends=backends,
+            seed=common.seed or 0,
             on_row=lambda row: progress.update(task, advance=1, description=str(cell_of(row.problem, device))),
         )
     report = _report(device, grid, rows)
@@ -179,6 +180,7 @@ def _exhaustive(common: Common, device: Device, grid: Grid) -> None:
                 variants,
                 winner=candidate.variant,
                 default=space.default(),
+                seed=common.seed or 0,
                 on_variant=lambda timed, task=task, progress=progress: progress.advance(task),  # type: ignore[misc]  # bound early on purpose
             )
         reports.append(_sweep_json(str(cell), candidate.tier.value, found))
@@ -207,7 +209,11 @@ def _print_sweep(cell: str, family: Family, tier: str, found: Sweep) -> None:
     named = [(f"winner ({tier})", found.winner), ("default", found.default)]
     named += [("sweep", timed) for timed in found.finalists]
     rows = [
-        [f"{name}: {timed.variant}", number(timed.measurement and timed.measurement.median_us), number(timed.tflops, 3)]
+        [
+            f"{name}: {timed.variant}",
+            number(None if timed.measurement is None else timed.measurement.median_us),
+            number(timed.tflops, 3),
+        ]
         for name, timed in named
     ]
     print_table(f"{cell}: {len(found.screened)} variants of {family.value}", columns, rows)

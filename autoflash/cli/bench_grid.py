@@ -127,7 +127,7 @@ class Row:
 
 
 def run(
-    grid: Grid, device: Device, table: Table, *, backends: Sequence[str], on_row: Callable[[Row], None]
+    grid: Grid, device: Device, table: Table, *, backends: Sequence[str], seed: int, on_row: Callable[[Row], None]
 ) -> list[Row]:
     """Time the grid.
 
@@ -136,6 +136,7 @@ def run(
         device: Where.
         table: The decisions that say which generated kernel runs.
         backends: Vendor kernels to time beside it.
+        seed: Of the inputs.
         on_row: Called after each row.
     """
     here = Here(device=device, environment=environment(device))
@@ -144,15 +145,15 @@ def run(
         cell = cell_of(problem, device)
         candidate = inference_ladder(cell, here, table, VendorPolicy.NEVER)[0]
         vendors = [v for v in catalog.vendors(cell, device) if v.structure["backend"] in backends]
-        row = _row(problem, device, candidate, vendors)
+        row = _row(problem, device, candidate, vendors, seed)
         on_row(row)
         rows.append(row)
     return rows
 
 
-def _row(problem: Problem, device: Device, candidate: Candidate, vendors: Sequence[Variant]) -> Row:
+def _row(problem: Problem, device: Device, candidate: Candidate, vendors: Sequence[Variant], seed: int) -> Row:
     with device_lock(device):
-        timed = time_together(problem, device, [candidate.variant, *vendors])
+        timed = time_together(problem, device, [candidate.variant, *vendors], seed)
     return Row(
         problem=problem,
         generated=timed[0],
@@ -161,13 +162,13 @@ def _row(problem: Problem, device: Device, candidate: Candidate, vendors: Sequen
     )
 
 
-def time_together(problem: Problem, device: Device, variants: Sequence[Variant]) -> list[Timed]:
+def time_together(problem: Problem, device: Device, variants: Sequence[Variant], seed: int) -> list[Timed]:
     """Time several kernels on one problem in turns, so that clocks and heat are the same for all."""
     calls: list[Call] = []
     reasons: list[str] = []
     for variant in variants:
         try:
-            call = make_call(bind(problem.op, problem.mask, variant, device), problem, device)
+            call = make_call(bind(problem.op, problem.mask, variant, device), problem, device, seed=seed)
             call()
         except Exception as error:
             # A kernel may fail in any way that torch, Triton or the driver has: it is a cell without a number.

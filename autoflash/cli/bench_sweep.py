@@ -58,17 +58,18 @@ def sweep(
     *,
     winner: Variant,
     default: Variant,
+    seed: int,
     on_variant: Callable[[Timed], None],
 ) -> Sweep:
     """Time every variant briefly, then the fastest, the winner and the default in turns."""
     screened = []
     with device_lock(device):
         for variant in variants:
-            screened.append(_screen(problem, device, variant))
+            screened.append(_screen(problem, device, variant, seed))
             on_variant(screened[-1])
         fastest = sorted((timed for timed in screened if timed.measurement is not None), key=_us)[:FINALISTS]
         others = [timed.variant for timed in fastest if timed.variant not in (winner, default)]
-        final = time_together(problem, device, [winner, default, *others])
+        final = time_together(problem, device, [winner, default, *others], seed)
     return Sweep(
         screened=tuple(screened),
         winner=final[0],
@@ -77,9 +78,9 @@ def sweep(
     )
 
 
-def _screen(problem: Problem, device: Device, variant: Variant) -> Timed:
+def _screen(problem: Problem, device: Device, variant: Variant, seed: int) -> Timed:
     try:
-        call = make_call(bind(problem.op, problem.mask, variant, device), problem, device)
+        call = make_call(bind(problem.op, problem.mask, variant, device), problem, device, seed=seed)
         measurement = benchmark(call, device, stage=Stage.SCREEN, run=uuid.uuid4().hex[:12], min_ms=20.0)
     except Exception as error:
         # As in time_together: a variant that fails has no time, and the sweep goes on.

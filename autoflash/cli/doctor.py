@@ -65,7 +65,7 @@ def command(common: Common) -> None:
         device = probe("cpu")
     here = environment(device)
     findings += [_device(device), *_versions(here), *_compilers(device)]
-    findings += [_cache(), *_database(common), *_families(device), *_records(common, here)]
+    findings += [_cache(), *_database(common), *_families(device, here), *_records(common, here)]
     if common.json:
         print_json([{"subject": one.subject, "state": one.state, "text": one.text} for one in findings])
     else:
@@ -179,14 +179,20 @@ def _database(common: Common) -> Iterator[Finding]:
         yield Finding(subject="quarantine", state="warning", text=text)
 
 
-def _families(device: Device) -> Iterator[Finding]:
-    for family in (Family.TRITON, Family.TORCH_TILED):
+def _families(device: Device, here: Environment) -> Iterator[Finding]:
+    for family in Family:
+        if family is Family.VENDOR:
+            continue
+        subject = f"{family.value} kernels"
         passes = [op.value for op in Pass if family in catalog.families(op, device)]
-        if passes:
-            yield Finding(subject=f"{family.value} kernels", state="ok", text=" and ".join(passes))
+        if family is not Family.TORCH_TILED and not here.triton:
+            yield Finding(subject=subject, state="warning", text="need Triton, which is not installed")
+        elif passes:
+            yield Finding(subject=subject, state="ok", text=" and ".join(passes))
         else:
-            text = "needs a GPU; here its kernels can be rendered, interpreted and cross-compiled, not run"
-            yield Finding(subject=f"{family.value} kernels", state="note", text=text)
+            gpu = "a GPU" if family is Family.TRITON else f"a GPU of {family.value.rpartition('_')[2]}"
+            text = f"need {gpu}; here they can be rendered and cross-compiled, not run"
+            yield Finding(subject=subject, state="note", text=text)
 
 
 def _records(common: Common, here: Environment) -> Iterator[Finding]:

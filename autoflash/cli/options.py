@@ -155,7 +155,7 @@ vendor_option = click.option(
 )
 
 
-class Duration(click.ParamType):
+class Duration(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
     """A length of time such as ``90``, ``90s``, ``10m`` or ``1h30m``, in seconds."""
 
     name = "duration"

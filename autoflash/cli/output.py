@@ -11,8 +11,6 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from autoflash.keys import Json
-
 UNBOUNDED = 100_000
 
 
@@ -29,7 +27,7 @@ class Column:
     numeric: bool = False
 
 
-def print_json(content: Json) -> None:
+def print_json(content: object) -> None:
     """Print one JSON document, indented, keys in the order given."""
     click.echo(json.dumps(content, indent=2, allow_nan=False))
 

@@ -106,16 +106,16 @@ def _check(problem: Problem, variant: Variant, device: Device, level: Level) -> 
     cell = str(cell_of(problem, device))
     try:
         executable = bind(problem.op, problem.mask, variant, device)
-        reason = executable.why_not(problem)
-        if reason is not None:
-            return Checked(cell=cell, variant=variant, verification=None, reason=reason)
-        return Checked(cell=cell, variant=variant, verification=verify(executable, problem, level))
+        found = verify(executable, problem, level, device=device)
     except Exception as error:
         # Whatever torch, Triton or the driver throws is this kernel's result, and the next one is still asked.
         failed = Verification(
             level=level, passed=False, worst_ratio=0.0, detail=f"{type(error).__name__}: {error}", checks=0
         )
         return Checked(cell=cell, variant=variant, verification=failed)
+    if not found.checks and not found.passed:
+        return Checked(cell=cell, variant=variant, verification=None, reason=found.detail)
+    return Checked(cell=cell, variant=variant, verification=found)
 
 
 def _row(checked: Checked) -> list[str]:

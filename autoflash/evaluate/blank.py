@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from autoflash.device import Device
+from autoflash.evaluate.inputs import TORCH_TYPES
 from autoflash.problem import DType, Pass, Problem
-
-_DTYPES = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
     """What torch calls it."""
-    return _DTYPES[dtype]
+    return TORCH_TYPES[dtype]
 
 
 def blank_inputs(problem: Problem, device: Device) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoflash.cli import tune as tune_command
+from autoflash.cli.application import main
+from autoflash.db.repository import Repository
+from autoflash.search.request import TuneRequest, TuneSummary
+from autoflash.variant import Family
+
+CELL = ["--device", "cpu", "--pass", "forward", "--dtype", "fp32", "--head-dim", "64", "--full", "--seqlen", "128"]
+
+
+def _requests(monkeypatch: pytest.MonkeyPatch) -> list[TuneRequest]:
+    """The requests that the command makes, without running them."""
+    made: list[TuneRequest] = []
+
+    def tune(request: TuneRequest, repository: object, *, on_event: object) -> TuneSummary:
+        made.append(request)
+        return TuneSummary(cells=(), unreached=(), seed=0, seconds=0.0)
+
+    monkeypatch.setattr(tune_command, "tune", tune)
+    return made
+
+
+def test_trials_are_a_total_and_the_same_command_completes_them(run_json: Callable[..., Any]) -> None:
+    first = run_json("tune", *CELL, "--trials", "3")
+    again = run_json("tune", *CELL, "--trials", "3")
+    more = run_json("tune", *CELL, "--more", "2")
+
+    assert [report["cells"][0]["total"] for report in (first, again, more)] == [3, 3, 5]
+    assert first["cells"][0]["decision"]["choices"]
+    with Repository.open(read_only=True) as repository:
+        generated = [trial for trial in repository.trials() if trial.variant.family is not Family.VENDOR]
+    assert len(generated) == len({trial.variant for trial in generated}) == 5
+
+
+def test_a_summary_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["tune", *CELL, "--trials", "2"]) == 0
+
+    output = capsys.readouterr()
+    assert "forward/fp32/d64/full/q128/k128" in output.out
+    assert "Recorded in" in output.out
+    assert "torch_tiled" in output.err
+
+
+def test_a_dry_run_says_what_would_be_done_and_makes_nothing(run_json: Callable[..., Any], tmp_path: Path) -> None:
+    database = tmp_path / "none.sqlite"
+
+    planned = run_json("tune", *CELL, "--trials", "5", "--dry-run", "--db", str(database))
+
+    (cell,) = planned["cells"]
+    assert (cell["name"], cell["recorded"], cell["to_do"]) == ("forward/fp32/d64/full/q128/k128", 0, 5)
+    assert cell["variants"] >= 5
+    assert planned["estimated_s"] > 0
+    assert not database.exists()
+
+
+def test_options_make_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _requests(monkeypatch)
+
+    arguments = "--dtype bf16 --dtype fp16 --head-dim 96 --causal --seqlen 200 --budget 2m --seed 5 --trials 9"
+    assert main(["tune", "--device", "cpu", *arguments.split()]) == 0
+
+    (request,) = made
+    assert (request.trials, request.more, request.budget_s, request.seed) == (9, None, 120.0, 5)
+    assert {cell.dtype.value for cell in request.cells} == {"bf16", "fp16"}
+    assert {(cell.head_dim, cell.mask.value, cell.q_bucket) for cell in request.cells} == {(96, "causal", 8)}
+
+
+def test_without_options_a_preset_with_a_budget_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _requests(monkeypatch)
+
+    assert main(["tune", "--device", "cpu"]) == 0
+
+    (request,) = made
+    assert len(request.cells) > 1
+    assert request.budget_s is not None
+    assert request.seed is None
+
+
+def test_a_total_and_an_addition_contradict_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--device", "cpu", "--trials", "3", "--more", "2"]) == 2
+
+    assert "give one of them" in capsys.readouterr().err
+
+
+def test_case_a44_a_run_without_a_correct_candidate_fails_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = tune_command.TuneRequest
+    monkeypatch.setattr(
+        tune_command, "TuneRequest", lambda **fields: real(**fields, binder="tests.cli.faulty:always", vendors=False)
+    )
+
+    assert main(["tune", *CELL, "--trials", "3"]) == 1
+
+    assert "no candidate is correct: 3 runtime" in capsys.readouterr().err
+    with Repository.open(read_only=True) as repository:
+        assert repository.decisions() == []
+
+
+def test_case_a19_some_bad_candidates_do_not_stop_a_run(
+    monkeypatch: pytest.MonkeyPatch, run_json: Callable[..., Any]
+) -> None:
+    real = tune_command.TuneRequest
+    monkeypatch.setattr(
+        tune_command, "TuneRequest", lambda **fields: real(**fields, binder="tests.cli.faulty:sometimes")
+    )
+
+    report = run_json("tune", *CELL, "--trials", "8")
+
+    (cell,) = report["cells"]
+    assert cell["total"] == 8
+    assert cell["added"]["runtime"] >= 1
+    assert cell["added"]["correct"] >= 1
+    assert cell["decision"]["choices"][0]["variant"]["config"]["heads_per_step"] != 1
+
+
+def test_case_a23_a_database_that_cannot_be_made_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", *CELL, "--db", "/proc/autoflash/tuning.sqlite"]) == 2
+
+    assert "/proc/autoflash" in capsys.readouterr().err
