@@ -122,24 +122,45 @@ def test_more_heads_than_a_grid_dimension_are_computed(device: Device, loop_orde
     assert_gradients((dq, dk, dv), alone, part)
 
 
-def test_offsets_beyond_32_bits_reach_the_last_row(device: Device) -> None:
-    # 2.2e9 elements a tensor: the accumulator of dq alone takes 8.6 GiB.
+def test_strides_beyond_32_bits_reach_the_last_row(device: Device) -> None:
     problem = backward_problem(head_dim=128, batch=2, heads=1, seqlen_q=128)
-    needed = 5 * (1 << 32)
-    if torch.cuda.mem_get_info()[0] < 4 * needed:
-        pytest.skip("not enough free memory")
+    # The second batch entry lies this many elements behind the first, in four tensors of 4 GiB.
     far = 1 << 31
+    _skip_without_memory(24 << 30)
 
     def spread(tensor: torch.Tensor) -> torch.Tensor:
         buffer = torch.empty(far + tensor[0].numel(), dtype=tensor.dtype, device=tensor.device)
-        view = buffer.as_strided(tensor.shape, (far, *tensor.stride()[1:]))
-        return view.copy_(tensor)
+        return buffer.as_strided(tensor.shape, (far, *tensor.stride()[1:])).copy_(tensor)
 
     inputs = _inputs(problem, device, with_dlse=False)
+    far_inputs = inputs.replace(q=spread(inputs.q), k=spread(inputs.k))
+    dq, dk = spread(inputs.q), spread(inputs.k)
     for loads in ("pointer", "tma"):
-        variant = _variant("fused", loads, device)
-        far_inputs = inputs.replace(**{name: spread(getattr(inputs, name)) for name in ("q", "k")})
-        got = run(variant, problem, far_inputs, device, dq=spread(inputs.q), dk=spread(inputs.k))
+        got = run(_variant("fused", loads, device), problem, far_inputs, device, dq=dq, dk=dk)
         assert_gradients(got, problem, inputs)
-        del far_inputs, got
-        gc.collect()
+
+
+def test_an_accumulator_of_more_than_two_billion_elements_is_added_to_in_every_row(device: Device) -> None:
+    one = backward_problem(head_dim=128, heads=1, seqlen_q=128)
+    many = one.replace(batch=(1 << 31) // (128 * 128) + 3)
+    # Eight tensors in half precision, and the accumulator.
+    _skip_without_memory(56 << 30)
+    inputs = _inputs(one, device, with_dlse=False)
+    repeated = Inputs(
+        **{
+            name: getattr(inputs, name).repeat(many.batch, *[1] * (getattr(inputs, name).dim() - 1))
+            for name in ("q", "k", "v", "out", "lse", "dout")
+        },
+        dlse=None,
+    )
+    dq, dk, dv = run(_variant("key_outer", "pointer", device), many, repeated, device)
+    for index in (0, many.batch - 1):
+        entry = slice(index, index + 1)
+        assert_gradients((dq[entry], dk[entry], dv[entry]), one, inputs)
+
+
+def _skip_without_memory(needed_bytes: int) -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+    if torch.cuda.mem_get_info()[0] < needed_bytes:
+        pytest.skip(f"needs {needed_bytes >> 30} GiB of free GPU memory")
