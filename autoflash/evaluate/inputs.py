@@ -1,0 +1,187 @@
+"""Tensors that kernels are verified on: values that make mistakes show, in memory that shows who wrote where."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from autoflash.problem import DType, Problem
+
+TORCH_TYPES = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
+
+# NaNs with a payload that no arithmetic gives: a canary that is overwritten with NaN is seen too.
+_CANARIES = {torch.float16: 0x7E5A, torch.bfloat16: 0x7FDA, torch.float32: 0x7FC0A55A}
+_BITS = {2: torch.int16, 4: torch.int32}
+
+# On each side of a tensor; more than a block of 128 rows of the widest heads may overrun. Keeps 16-byte alignment.
+_MARGIN = 1 << 15
+
+# Every block size is a multiple of 16, so that its first and last key are the first or last of some 16.
+_BLOCK_STEP = 16
+
+
+class Memory(str, Enum):
+    """How a [B, H, S, D] tensor lies in memory."""
+
+    DENSE = "dense"
+    """[B, H, S, D], contiguous."""
+    BSHD = "bshd"
+    """[B, S, H, D], contiguous."""
+    PACKED = "packed"
+    """One of three tensors in [B, S, 3, H, D]: rows are far apart."""
+    STRIDED = "strided"
+    """Every second element of a row, from an odd address."""
+    TRANSPOSED = "transposed"
+    """[B, H, D, S]: the sequence is innermost."""
+    SHARED_HEAD = "shared_head"
+    """All heads at one address: a stride of 0."""
+    SHARED_ELEMENT = "shared_element"
+    """All elements at one address, as the gradient of a sum is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """Values of one verification, contiguous.
+
+    Attributes:
+        q, k, v: [B, H, M, D], [B, H_KV, N, D], [B, H_KV, N, D_V].
+        dout: Gradient of the output, [B, H, M, D_V].
+        dlse: Gradient of the log-sum-exp, [B, H, M] in float32.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+
+
+def draw(problem: Problem, scale: float, *, shared: bool = False, device: str = "cpu") -> Inputs:
+    """Draw the same normal numbers on every device, and plant keys in half of the rows.
+
+    A planted row points at one key so strongly that this key decides its output: the first or the last one of some
+    block, whatever the block size; under a causal mask also the last key that the row sees, or the first one that it
+    must not see. The other half stays random, where many keys take part.
+
+    Args:
+        problem: Gives shapes, type and mask.
+        scale: Factor of the scores, which the strength of a plant depends on.
+        shared: Keys and values are equal in all heads, and so are all elements of dout.
+        device: Where the tensors shall lie.
+    """
+    generator = torch.Generator().manual_seed(problem.seqlen_q * 7919 + problem.seqlen_k)
+    batch, heads, kv_heads = problem.batch, problem.heads, problem.kv_heads
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    q = normal(batch, heads, problem.seqlen_q, problem.head_dim)
+    k = normal(batch, 1 if shared else kv_heads, problem.seqlen_k, problem.head_dim)
+    v = normal(batch, 1 if shared else kv_heads, problem.seqlen_k, problem.head_dim_v)
+    k, v = k.expand(-1, kv_heads, -1, -1), v.expand(-1, kv_heads, -1, -1)
+    dout = normal(batch, heads, problem.seqlen_q, problem.head_dim_v)
+    if shared:
+        dout = torch.ones(()).expand_as(dout)
+    _plant(q, k, problem, scale)
+    dtype = TORCH_TYPES[problem.dtype]
+    q, k, v, dout = (tensor.to(device=device, dtype=dtype).contiguous() for tensor in (q, k, v, dout))
+    return Inputs(q=q, k=k, v=v, dout=dout, dlse=normal(batch, heads, problem.seqlen_q).to(device))
+
+
+def block_borders(seqlen_k: int) -> Tensor:
+    """The keys that are first or last in a block of some size, the outermost first, [C] int64."""
+    keys = torch.arange(seqlen_k)
+    first, last = keys % _BLOCK_STEP == 0, keys % _BLOCK_STEP == _BLOCK_STEP - 1
+    inner = keys[(first | last) & (keys != 0) & (keys != seqlen_k - 1)]
+    return torch.cat([keys[-1:], keys[:1], inner])
+
+
+def _plant(q: Tensor, k: Tensor, problem: Problem, scale: float) -> None:
+    """Turn half of the rows of q [B, H, M, D] towards a key each, in place."""
+    batch, heads, seqlen_q, head_dim = q.shape
+    seqlen_k = k.shape[2]
+    if q.numel() == 0 or seqlen_k == 0 or scale == 0.0:
+        return
+    rows = torch.arange(seqlen_q)
+    heads_before = torch.arange(batch * heads).view(batch, heads, 1)
+    planted = (rows + heads_before) % 2 == 0  # [B, H, M]
+    turn = (rows + heads_before) // 2
+    borders = block_borders(seqlen_k)
+    # 37 has no common factor with most lengths: neighbouring rows point far apart, and in time to every border.
+    target = borders[((turn // 3 if problem.causal else turn) + heads_before * 5) * 37 % len(borders)]
+    if problem.causal:
+        edge = (rows + problem.diagonal).expand_as(target)
+        target = torch.where(turn % 3 == 1, edge, torch.where(turn % 3 == 2, edge + 1, target)).clamp(0, seqlen_k - 1)
+    group = heads // problem.kv_heads
+    keys = k.repeat_interleave(group, dim=1).gather(2, target[..., None].expand(-1, -1, -1, head_dim))
+    # The score of the key itself; those of the others lie around 0 with a deviation of 1/sqrt(D) of it.
+    strength = 8.0 / max(1.0 - 3.3 / math.sqrt(head_dim), 0.5)
+    towards = keys * (strength / (scale * (keys * keys).sum(dim=-1, keepdim=True)))
+    q[planted] = towards[planted]
+
+
+class Guarded:
+    """A tensor inside a larger buffer that nobody may write to, except for the tensor's own elements if allowed."""
+
+    def __init__(self, values: Tensor, memory: Memory) -> None:
+        """Copy values [B, H, S, X] or [B, H, S] into guarded memory.
+
+        Of elements that share an address, the first one's value is taken.
+        """
+        strides, offset = _layout(values, memory)
+        span = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, strides, strict=True))
+        length = 2 * _MARGIN + (max(span, 1) if values.numel() else 1) + offset
+        self._buffer = torch.zeros(length, dtype=values.dtype, device=values.device)
+        self._bits.fill_(_CANARIES[values.dtype])
+        self.tensor = self._buffer.as_strided(values.shape, strides, _MARGIN + offset)
+        distinct = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)
+        self.tensor[distinct] = values[distinct]
+        self._before = self._bits.clone()
+
+    @classmethod
+    def unwritten(cls, like: Tensor, memory: Memory) -> Guarded:
+        """An output of the shape, type and device of ``like``, full of NaN."""
+        guarded = cls(like, memory)
+        guarded._bits.fill_(_CANARIES[like.dtype])
+        guarded._before.copy_(guarded._bits)
+        return guarded
+
+    @property
+    def _bits(self) -> Tensor:
+        return self._buffer.view(_BITS[self._buffer.element_size()])
+
+    def is_unchanged(self) -> bool:
+        """Whether neither the tensor nor its surroundings were written to."""
+        return torch.equal(self._bits, self._before)
+
+    def is_unchanged_outside(self) -> bool:
+        """Whether nothing but the tensor's elements was written to."""
+        inside = self._before.as_strided(self.tensor.shape, self.tensor.stride(), self.tensor.storage_offset())
+        inside.copy_(self.tensor.view(self._before.dtype))
+        return self.is_unchanged()
+
+
+def _layout(values: Tensor, memory: Memory) -> tuple[tuple[int, ...], int]:
+    """Strides and offset in elements."""
+    rank = values.dim()
+    batch, heads, seqlen = values.shape[:3]
+    width = values.shape[3] if rank == 4 else 1
+    if memory is Memory.BSHD:
+        strides, offset = (seqlen * heads * width, width, heads * width, 1), 0
+    elif memory is Memory.PACKED:
+        strides, offset = (seqlen * 3 * heads * width, width, 3 * heads * width, 1), 0
+    elif memory is Memory.STRIDED:
+        strides, offset = (heads * seqlen * width * 2, seqlen * width * 2, width * 2, 2), 1
+    elif memory is Memory.TRANSPOSED:
+        strides, offset = (heads * seqlen * width, seqlen * width, 1, seqlen), 0
+    elif memory is Memory.SHARED_HEAD:
+        strides, offset = (seqlen * width, 0, width, 1), 0
+    elif memory is Memory.SHARED_ELEMENT:
+        strides, offset = (0, 0, 0, 0), 0
+    else:
+        strides, offset = (heads * seqlen * width, seqlen * width, width, 1), 0
+    return strides[:rank], offset

@@ -1,0 +1,329 @@
+"""The correctness gate: no kernel is timed for the record, or dispatched as tuned, without passing it.
+
+A kernel's error against float64 is allowed to be a little larger than the one that ordinary torch math in the same
+dtype makes on the same inputs, so that one rule serves every dtype and shape. DESIGN decision 5 states the rule.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autoflash.device import Device
+from autoflash.evaluate import reference
+from autoflash.evaluate.grid import Case, determinism_case, full_cases, screen_cases
+from autoflash.evaluate.inputs import Guarded, Inputs, Memory, draw
+from autoflash.problem import DType, Pass, Problem
+from autoflash.runtime.executable import Executable
+from autoflash.trial import Level, Verification
+from autoflash.variant import Family
+
+WORST_RATIO = 1e9
+"""Stands for an error without measure (NaN, a damaged input): records cannot hold infinity."""
+
+_MAX_FACTOR = 2.0
+_MEAN_FACTORS = {DType.FP16: 1.1, DType.BF16: 1.1, DType.FP32: 3.0}
+_LAUNCHES = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """What one output should be, and how far from it it may be.
+
+    Attributes:
+        exact: The float64 reference.
+        max_error, mean_error: Allowed absolute errors.
+        zero: Elements that must be exactly 0: those of rows that see no key. None where there are none.
+    """
+
+    exact: Tensor
+    max_error: float
+    mean_error: float
+    zero: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """Inputs of a case with everything that its outputs are compared with.
+
+    Attributes:
+        inputs: What the kernel gets.
+        out, lse: Exact output and log-sum-exp, float64; a backward gets them rounded.
+        limits: By name of output: ``out``, or ``dq``, ``dk``, ``dv``.
+        lse_slack: Allowed error of the log-sum-exp beside the fixed rule; 0 but for TF32.
+    """
+
+    inputs: Inputs
+    out: Tensor
+    lse: Tensor
+    limits: tuple[tuple[str, Limit], ...]
+    lse_slack: float
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Finding:
+    """One comparison: the error in units of what is allowed, and in words."""
+
+    ratio: float
+    words: str
+
+
+def verify(executable: Executable, problem: Problem, level: Level, *, device: Device | None = None) -> Verification:
+    """Put a kernel through the gate.
+
+    Every output is filled with NaN first; tensors lie in larger buffers whose margins, like the inputs, must be bitwise
+    unchanged afterwards. Inputs make single keys decide single rows, at the borders of every block size. Cases that
+    the kernel refuses by :meth:`~autoflash.runtime.executable.Executable.why_not` are left out; a log-sum-exp that it
+    does not have is not compared. What the kernel raises is not caught.
+
+    Args:
+        executable: The kernel.
+        problem: What it will be used for. Its sizes are brought down where that selects the same specialisation.
+        level: SCREEN is the problem's own specialisation and one irregular shape; FULL is the whole grid.
+        device: Where to run; None is the executable's own device or, if it does not say, torch's current GPU or the
+            CPU.
+    """
+    place = _torch_device(executable, device)
+    with _running_on(place, problem.tf32):
+        findings = _verify_cases(
+            executable, screen_cases(problem) if level is Level.SCREEN else full_cases(problem), place
+        )
+        if problem.deterministic and max(findings).ratio <= 1.0:
+            findings.append(_verify_determinism(executable, determinism_case(problem, _multiprocessors(place)), place))
+    worst = max(findings)
+    return Verification(
+        level=level, passed=worst.ratio <= 1.0, worst_ratio=worst.ratio, detail=worst.words, checks=len(findings)
+    )
+
+
+def compare(name: str, actual: Tensor, limit: Limit) -> Finding:
+    """Apply the rules for outputs and gradients: the larger of the maximum and the mean error, each by its limit."""
+    if actual.shape != limit.exact.shape:
+        return Finding(WORST_RATIO, f"{name} has shape {list(actual.shape)} for {list(limit.exact.shape)}")
+    if actual.numel() == 0:
+        return Finding(0.0, f"{name} is empty")
+    error = (actual.double() - limit.exact).abs()
+    largest, mean, wrong_zeros = torch.stack(
+        [
+            error.max(),
+            error.mean(),
+            (error * limit.zero).max() if limit.zero is not None else error.new_zeros(()),
+        ]
+    ).tolist()
+    if not math.isfinite(mean):
+        return Finding(WORST_RATIO, f"{name} has elements that are not finite, or were not written")
+    if wrong_zeros > 0.0:
+        return Finding(WORST_RATIO, f"{name} is not 0 in a row that sees no key")
+    return max(
+        _finding(largest, limit.max_error, f"largest error of {name}"),
+        _finding(mean, limit.mean_error, f"mean error of {name}"),
+    )
+
+
+def compare_lse(actual: Tensor, exact: Tensor, slack: float = 0.0) -> Finding:
+    """Apply the rule for the log-sum-exp: 1e-4 + 32 eps32 |exact|, and -inf exactly where no key is visible."""
+    if actual.shape != exact.shape or actual.dtype != torch.float32:
+        return Finding(WORST_RATIO, f"lse is {actual.dtype} {list(actual.shape)} for float32 {list(exact.shape)}")
+    if actual.numel() == 0:
+        return Finding(0.0, "lse is empty")
+    blind = exact == -math.inf
+    if not torch.equal(actual == -math.inf, blind):
+        return Finding(WORST_RATIO, "lse is not -inf exactly where no key is visible")
+    error = (actual.double() - exact).masked_fill(blind, 0.0).abs()
+    allowed = 1e-4 + slack + 32 * torch.finfo(torch.float32).eps * exact.masked_fill(blind, 0.0).abs()
+    ratio = (error / allowed).max().item()
+    if not math.isfinite(ratio):
+        return Finding(WORST_RATIO, "lse has elements that are not finite, or were not written")
+    return Finding(min(ratio, WORST_RATIO), f"error of lse is {ratio:.3g} of what is allowed")
+
+
+def _finding(error: float, allowed: float, words: str) -> Finding:
+    if error == 0.0:
+        return Finding(0.0, f"{words} is 0")
+    ratio = min(error / allowed, WORST_RATIO) if allowed > 0.0 else WORST_RATIO
+    return Finding(ratio, f"{words} is {error:.3g}, allowed {allowed:.3g}")
+
+
+def _verify_cases(executable: Executable, cases: Sequence[Case], device: str) -> list[Finding]:
+    """The worst finding of each case up to the first that fails; refusing all of them is one failure."""
+    findings: list[Finding] = []
+    refusal = ""
+    for case in cases:
+        compared = _verify_case(executable, case, device)
+        if isinstance(compared, str):
+            refusal = compared
+            continue
+        findings.append(compared)
+        if compared.ratio > 1.0:
+            break
+    return findings or [Finding(WORST_RATIO, f"every case is refused, for example because {refusal}")]
+
+
+def _verify_case(executable: Executable, case: Case, device: str) -> Finding | str:
+    """The worst finding of one case, or the reason why the executable refuses it."""
+    expected = _expected(case.values, device, _has_lse(executable))
+    inputs = _place_inputs(executable, case, expected)
+    tensors = [inputs[name].tensor for name in ("q", "k", "v", *(["dout"] if "dout" in inputs else []))]
+    refusal = executable.why_not(case.problem, *tensors)
+    if refusal is not None:
+        return refusal
+    outputs = _place_outputs(executable, case, expected)
+    results = _launch(executable, case, inputs, outputs)
+    findings = [
+        Finding(WORST_RATIO, f"{name} was written to, and is an input")
+        for name, guarded in inputs.items()
+        if not guarded.is_unchanged()
+    ]
+    for name, guarded in outputs.items():
+        if results[name] is not guarded.tensor:
+            findings.append(Finding(WORST_RATIO, f"{name} was given and not returned"))
+        if not guarded.is_unchanged_outside():
+            findings.append(Finding(WORST_RATIO, f"memory around {name} was written to"))
+    findings += [compare(name, results[name], limit) for name, limit in expected.limits]
+    if "lse" in results and _has_lse(executable):
+        findings.append(compare_lse(results["lse"], expected.lse, expected.lse_slack))
+    worst = max(findings)
+    return Finding(worst.ratio, f"{worst.words} ({case})")
+
+
+def _verify_determinism(executable: Executable, case: Case, device: str) -> Finding:
+    """Launch often, with more tiles than multiprocessors: that can refute determinism, never prove it."""
+    inputs = _place_inputs(executable, case, _expected(case.values, device, _has_lse(executable)))
+    first = {name: tensor.clone() for name, tensor in _launch(executable, case, inputs, {}).items()}
+    for _ in range(_LAUNCHES - 1):
+        for name, tensor in _launch(executable, case, inputs, {}).items():
+            if not torch.equal(tensor, first[name]):
+                return Finding(WORST_RATIO, f"{name} differs between launches ({case})")
+    return Finding(0.0, f"{_LAUNCHES} launches gave the same bits ({case})")
+
+
+def _place_inputs(executable: Executable, case: Case, expected: Expected) -> dict[str, Guarded]:
+    """The tensors of a call in guarded memory, by name. Log-sum-exps are contiguous everywhere."""
+    values, memory = expected.inputs, case.memory
+    key_memory = Memory.SHARED_HEAD if case.shared else memory
+    placed = {
+        "q": Guarded(values.q, memory),
+        "k": Guarded(values.k, key_memory),
+        "v": Guarded(values.v, key_memory),
+    }
+    if case.problem.op is Pass.BACKWARD:
+        placed["out"] = Guarded(expected.out.to(values.q.dtype), memory)
+        placed["lse"] = Guarded(expected.lse.float(), Memory.DENSE)
+        placed["dout"] = Guarded(values.dout, Memory.SHARED_ELEMENT if case.shared else memory)
+        if case.with_dlse and _has_lse(executable):
+            placed["dlse"] = Guarded(values.dlse, Memory.DENSE)
+    return placed
+
+
+def _place_outputs(executable: Executable, case: Case, expected: Expected) -> dict[str, Guarded]:
+    """Outputs for the kernel to write into, full of NaN; a vendor's kernel allocates its own."""
+    if executable.variant.family is Family.VENDOR:
+        return {}
+    values, memory = expected.inputs, case.memory
+    if case.problem.op is Pass.BACKWARD:
+        models = {"dq": values.q, "dk": values.k, "dv": values.v}
+        return {name: Guarded.unwritten(model, memory) for name, model in models.items()}
+    return {
+        "out": Guarded.unwritten(values.dout, memory),
+        "lse": Guarded.unwritten(values.dlse, Memory.DENSE),
+    }
+
+
+def _launch(
+    executable: Executable, case: Case, inputs: dict[str, Guarded], outputs: dict[str, Guarded]
+) -> dict[str, Tensor]:
+    given = {name: guarded.tensor for name, guarded in inputs.items()}
+    written = {name: guarded.tensor for name, guarded in outputs.items()}
+    q, k, v = given["q"], given["k"], given["v"]
+    if case.problem.op is Pass.FORWARD:
+        forward = executable.prepare_forward(case.problem, q, k, v, case.score_scale)
+        return dict(zip(("out", "lse"), forward(q, k, v, **written), strict=True))
+    out, dout = given["out"], given["dout"]
+    backward = executable.prepare_backward(case.problem, q, k, v, out, dout, case.score_scale)
+    grads = backward(q, k, v, out, given["lse"], dout, given.get("dlse"), **written)
+    return dict(zip(("dq", "dk", "dv"), grads, strict=True))
+
+
+@functools.lru_cache(maxsize=64)
+def _expected(case: Case, device: str, has_lse: bool) -> Expected:
+    """Inputs, exact results and limits of a case; computed once for all the kernels that are compared on it."""
+    problem, scale = case.problem, case.score_scale
+    causal: reference.Causal = problem.alignment.value if problem.causal else False
+    inputs = draw(problem, scale, shared=case.shared, device=device)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    out, lse = reference.attention(q, k, v, causal=causal, scale=scale, return_lse=True)
+    blind = (reference.visible_keys(q, k, causal=causal) == 0)[:, None]  # [M, 1]
+    zero = blind if bool(blind.any()) else None
+    if problem.op is Pass.FORWARD:
+        plain, plain_lse = reference.plain(q, k, v, causal=causal, scale=scale)
+        slack = 2.0 * _largest((plain_lse - lse)[lse > -math.inf]) if problem.tf32 else 0.0
+        limits = (("out", _limit(out, plain, problem.dtype, zero)),)
+        return Expected(inputs=inputs, out=out, lse=lse, limits=limits, lse_slack=slack)
+    dlse = inputs.dlse if case.with_dlse and has_lse else None
+    exact = reference.gradients(q, k, v, inputs.dout, dlse, causal=causal, scale=scale)
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    plain, plain_lse = reference.plain(*leaves, causal=causal, scale=scale)
+    roots, seeds = ([plain], [inputs.dout]) if dlse is None else ([plain, plain_lse], [inputs.dout, dlse])
+    grads = torch.autograd.grad(roots, leaves, seeds)
+    limits = tuple(
+        (name, _limit(by_formula, by_torch, problem.dtype, zero if name == "dq" else None))
+        for name, by_formula, by_torch in zip(("dq", "dk", "dv"), exact, grads, strict=True)
+    )
+    return Expected(inputs=inputs, out=out, lse=lse, limits=limits, lse_slack=0.0)
+
+
+def _limit(exact: Tensor, plain: Tensor, dtype: DType, zero: Tensor | None) -> Limit:
+    """Allowed errors: those of torch math in the same dtype times a factor, and a few roundings of the output."""
+    plain_error = (plain.double() - exact).abs()
+    rounded = exact.to(plain.dtype)
+    atol = 2.0 * _largest((rounded + 0.3) - 0.3 - rounded)
+    mean = plain_error.mean().item() if plain_error.numel() else 0.0
+    return Limit(
+        exact=exact,
+        max_error=_MAX_FACTOR * _largest(plain_error) + atol,
+        mean_error=_MEAN_FACTORS[dtype] * mean + atol / 8.0,
+        zero=zero,
+    )
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max().item()) if values.numel() else 0.0
+
+
+@contextmanager
+def _running_on(device: str, tf32: bool) -> Iterator[None]:
+    """Make the device current, and let torch's own float32 products be what the problem says."""
+    if device == "cpu":
+        yield
+        return
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
+    try:
+        with torch.cuda.device(device):
+            yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def _has_lse(executable: Executable) -> bool:
+    """Vendor kernels may have no log-sum-exp to give, and say so."""
+    return bool(getattr(executable, "has_lse", True))
+
+
+def _torch_device(executable: Executable, device: Device | None) -> str:
+    chosen = device if device is not None else getattr(executable, "device", None)
+    if isinstance(chosen, Device):
+        return chosen.torch_device
+    return f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+
+
+def _multiprocessors(device: str) -> int:
+    if device == "cpu":
+        return torch.get_num_threads()
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
