@@ -73,12 +73,13 @@ def backward_steps(
         has_dlse: LSE was used, and its gradient is given.
     """
     planner = _Planner(problem, variant, operands, scale)
-    main = {
-        "split": lambda: (planner.keys(), planner.queries()),
-        "fused": lambda: (planner.fused(),),
-        "key_outer": lambda: (planner.keys(), planner.postprocess()),
-    }[variant.structure.text("loop_order")]
-    return (planner.preprocess(has_dlse), *main())
+    first = planner.preprocess(has_dlse)
+    loop_order = variant.structure.text("loop_order")
+    if loop_order == "split":
+        return first, planner.keys(), planner.queries()
+    if loop_order == "fused":
+        return first, planner.fused()
+    return first, planner.keys(), planner.postprocess()
 
 
 def _row_knobs(variant: Variant) -> tuple[str, ...]:
