@@ -41,6 +41,11 @@ def _make(form: Form, variant: Variant, device: Device) -> Executable:
         from autoflash.runtime.vendor import Vendor
 
         return Vendor(form, variant, device)
+    if variant.family is Family.GLUON_SM90:
+        from autoflash.runtime.gluon_backward import GluonBackward
+        from autoflash.runtime.gluon_forward import GluonForward
+
+        return GluonForward(form, variant, device) if form.op is Pass.FORWARD else GluonBackward(form, variant, device)
     if form.op is Pass.FORWARD:
         from autoflash.runtime.triton_forward import TritonForward
 

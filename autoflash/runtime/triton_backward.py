@@ -53,8 +53,7 @@ class TritonBackward:
         self._variant = variant
         self._digest = source.digest
         self._device = device
-        self._uses_tma = variant.structure.text("loads") == "tma"
-        self._is_key_outer = variant.structure.text("loop_order") == "key_outer"
+        self._is_key_outer = variant.structure.get("loop_order") == "key_outer"
         self._kernels: dict[KernelPlan, Kernel] = {}
         self._lock = threading.Lock()
 
@@ -68,6 +67,26 @@ class TritonBackward:
         """Digest of the rendered text."""
         return self._digest
 
+    @property
+    def uses_descriptors(self) -> bool:
+        """Whether gradients are written by the copy engine, which asks for dense ones."""
+        return self._variant.structure["loads"] == "tma"
+
+    def steps(
+        self, problem: Problem, operands: Mapping[str, Operand], scale: float, *, has_dlse: bool
+    ) -> tuple[Step, ...]:
+        """The kernels of a call in launch order."""
+        return backward_steps(problem, self._variant, operands, scale, has_dlse=has_dlse)
+
+    def padded_rows(self, problem: Problem) -> int:
+        """Rows of the workspaces of each head."""
+        return padded_rows(problem, self._variant)
+
+    def accumulator_shape(self, problem: Problem) -> tuple[int, ...] | None:
+        """Of the float32 workspace that dQ is added up in; None where each dQ has one program."""
+        queries = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
+        return queries if self._is_key_outer else None
+
     def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
         """The precondition that these tensors (q, k, v, dout) miss; None if it can run them."""
         if problem.deterministic and self._is_key_outer:
@@ -76,10 +95,10 @@ class TritonBackward:
             return None
         shapes = _shapes(problem)
         planned = {name: _contiguous(shape, problem) for name, shape in shapes.items()}
-        for step in backward_steps(problem, self._variant, planned, 1.0, has_dlse=False):
+        for step in self.steps(problem, planned, 1.0, has_dlse=False):
             if step.programs > launch.MAX_PROGRAMS:
                 return f"{step.programs} programs of {step.plan.function} are more than one launch has"
-        if not self._uses_tma:
+        if not self.uses_descriptors:
             return None
         if not self._device.has_tma and not launch.is_interpreted():
             return f"loads=tma needs a copy engine (sm_90 or newer), the device is {self._device.arch}"
@@ -101,7 +120,7 @@ class TritonBackward:
         q, k, v, dout = tensors
         operands = self._operands(problem, q, k, v, dout)
         operands["out"] = _in_order_of(_shapes(problem)["out"], q, problem)
-        steps = backward_steps(problem, self._variant, operands, 1.0, has_dlse=False)
+        steps = self.steps(problem, operands, 1.0, has_dlse=False)
         return all(step.plan in self._kernels for step in steps)
 
     def resources(self) -> Resources | None:
@@ -142,7 +161,7 @@ class TritonBackward:
 
     def bind(self, problem: Problem, operands: Mapping[str, Operand], scale: float, *, has_dlse: bool) -> _Launches:
         """Loaded kernels in launch order, each with the choice of its tensors from those of a call."""
-        steps = backward_steps(problem, self._variant, operands, scale, has_dlse=has_dlse)
+        steps = self.steps(problem, operands, scale, has_dlse=has_dlse)
         return tuple((self._bound(step), itemgetter(*step.tensors)) for step in steps)
 
     def _bound(self, step: Step) -> Launch:
@@ -171,11 +190,10 @@ class _Call:
         self._problem = problem
         self._operands = operands
         self._scale = scale
-        self._uses_tma = executable.variant.structure.text("loads") == "tma"
+        self._uses_descriptors = executable.uses_descriptors
         self._dtype = _TORCH_TYPES[problem.dtype]
-        self._row_shape = (2, problem.batch * problem.heads * padded_rows(problem, executable.variant))
-        needs_accumulator = executable.variant.structure.text("loop_order") == "key_outer"
-        self._accumulator_shape = operands["q"].shape if needs_accumulator else None
+        self._row_shape = (2, problem.batch * problem.heads * executable.padded_rows(problem))
+        self._accumulator_shape = executable.accumulator_shape(problem)
         self._made = tuple((operands[name].shape, operands[name].strides) for name in ("dq", "dk", "dv"))
         self._without_dlse = executable.bind(problem, operands, scale, has_dlse=False)
         # The same kernels with another number: nothing is compiled.
@@ -249,7 +267,7 @@ class _Call:
             if target is None:
                 continue
             operand = Operand.of(target)
-            if self._uses_tma and (not operand.is_dense or operand.overlaps):
+            if self._uses_descriptors and (not operand.is_dense or operand.overlaps):
                 copies.append((target, gradients[index]))
             else:
                 gradients[index] = target

@@ -1,0 +1,46 @@
+"""The backward pass of the Hopper family: its preconditions; the call is the Triton family's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from autoflash.problem import Problem
+from autoflash.runtime import gluon_plan, launch
+from autoflash.runtime.backward_plan import Step
+from autoflash.runtime.layouts import Operand
+from autoflash.runtime.triton_backward import TritonBackward
+
+
+class GluonBackward(TritonBackward):
+    """Executable of the backward templates of the Hopper family."""
+
+    uses_descriptors = True
+
+    def steps(
+        self, problem: Problem, operands: Mapping[str, Operand], scale: float, *, has_dlse: bool
+    ) -> tuple[Step, ...]:
+        """The kernels of a call in launch order."""
+        return gluon_plan.backward_steps(problem, self._variant, operands, scale, has_dlse=has_dlse)
+
+    def padded_rows(self, problem: Problem) -> int:
+        """Rows of the workspaces of each head."""
+        return gluon_plan.padded_rows(problem)
+
+    def accumulator_shape(self, problem: Problem) -> tuple[int, ...] | None:
+        """Of the float32 workspace that dQ is added up in."""
+        return gluon_plan.accumulator_shape(problem)
+
+    def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
+        """The precondition that these tensors (q, k, v, dout) miss; None if it can run them."""
+        if problem.deterministic:
+            return "dq is added up in any order: it is not deterministic"
+        operands = {name: Operand.of(tensor) for name, tensor in zip(("q", "k", "v", "dout"), tensors, strict=False)}
+        reason = gluon_plan.why_not(problem, self._device, operands)
+        if reason is None and problem.head_dim > 128:
+            reason = f"two accumulators of head_dim {problem.head_dim} are more registers than a consumer has"
+        rows = problem.batch * problem.heads * gluon_plan.padded_rows(problem)
+        if reason is None and rows > launch.MAX_PROGRAMS:
+            reason = f"{rows} rows of queries are more than a tensor map counts"
+        return reason
