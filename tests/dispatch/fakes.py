@@ -15,7 +15,7 @@ from autoflash.dispatch.ladder import Here
 from autoflash.dispatch.resolve import Resolver
 from autoflash.dispatch.table import Origin, Table
 from autoflash.evaluate import reference
-from autoflash.ops import CALLS
+from autoflash.ops import CALLS, allocate
 from autoflash.problem import Mask, Pass, Problem
 from autoflash.runtime.executable import BackwardCall, Executable, ForwardCall
 from autoflash.trial import Decision, Environment, Level, Resources, Verification
@@ -71,6 +71,8 @@ class FakeExecutable:
                 p = torch.softmax(s, -1).nan_to_num(0.0)
                 result = (p @ v.double().repeat_interleave(problem.group, 1)).to(q.dtype)
                 found = torch.logsumexp(s, -1).float()
+            if out is None and not differentiable:
+                out = allocate(q, q.shape[1], q.shape[2], v.shape[3])
             return (result if out is None else out.copy_(result)), (found if lse is None else lse.copy_(found))
 
         return call
