@@ -7,8 +7,9 @@ A change here needs a migration beside it (``db/migrations``) and an old file in
 from __future__ import annotations
 
 from enum import Enum
+from typing import ClassVar
 
-from sqlalchemy import BigInteger, CheckConstraint, ForeignKey, Index, MetaData, String, Text, UniqueConstraint
+from sqlalchemy import BigInteger, CheckConstraint, Double, ForeignKey, Index, MetaData, String, Text, UniqueConstraint
 from sqlalchemy import Enum as EnumType
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -51,6 +52,7 @@ def _enum(members: type[Enum], name: str) -> EnumType:
 class Base(DeclarativeBase):
     """Declarative base; constraint names are fixed so that migrations can name them."""
 
+    type_annotation_map: ClassVar = {float: Double}
     metadata = MetaData(
         naming_convention={
             "ix": "ix_%(table_name)s_%(column_0_N_name)s",

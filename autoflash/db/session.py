@@ -11,7 +11,8 @@ import random
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -40,24 +41,48 @@ class _ForkGate:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self._forking = threading.local()
+        self._here = threading.local()
+        self._make_locks()
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(before=self._before, after_in_parent=self._in_parent, after_in_child=self._in_child)
 
+    def _make_locks(self) -> None:
+        self._lock = threading.Lock()
+        # Who waits for the lock holds the queue, so that a busy writer cannot take the lock again before a fork has it.
+        self._queue = threading.Lock()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep forks away; a thread may nest it."""
+        depth = getattr(self._here, "depth", 0)
+        if depth == 0:
+            with self._queue:
+                self._lock.acquire()
+        self._here.depth = depth + 1
+        try:
+            yield
+        finally:
+            self._here.depth = depth
+            if depth == 0:
+                self._lock.release()
+
     def _before(self) -> None:
-        self._forking.holds = self.lock.acquire(timeout=_FORK_WAIT_S)
+        self._here.queued = self._here.locked = False
+        # A thread that forks inside its own transaction has the lock already.
+        if getattr(self._here, "depth", 0) == 0:
+            self._here.queued = self._queue.acquire(timeout=_FORK_WAIT_S)
+            self._here.locked = self._lock.acquire(timeout=_FORK_WAIT_S)
 
     def _in_parent(self) -> None:
-        if self._forking.holds:
-            self.lock.release()
+        if self._here.locked:
+            self._lock.release()
+        if self._here.queued:
+            self._queue.release()
 
     def _in_child(self) -> None:
-        if self._forking.holds:
-            self.lock.release()
-        else:
-            # Its holder does not exist on this side of the fork.
-            self.lock = threading.RLock()
+        # Other holders do not exist on this side of the fork.
+        if getattr(self._here, "depth", 0) == 0:
+            self._make_locks()
 
 
 _fork_gate = _ForkGate()
@@ -83,7 +108,7 @@ class Database:
         try:
             if location.file is None:
                 return cls._open_server(location, read_only)
-            with _fork_gate.lock:
+            with _fork_gate.held():
                 return cls._open_to_read(location) if read_only else cls._open_to_write(location)
         except DatabaseError as error:
             if str(location) in str(error):
@@ -138,7 +163,7 @@ class Database:
         if self._access is not None and self._pid == os.getpid():
             self._access.close()
         if not self.read_only and self.location.file is not None:
-            with _fork_gate.lock:
+            with _fork_gate.held():
                 sqlite_file.settle(self.location.file)
 
     def read(self, work: Callable[[Session], T]) -> T:
@@ -176,7 +201,7 @@ class Database:
         if self.location.file is None:
             with Session(engine, expire_on_commit=False) as session, session.begin():
                 return work(session)
-        with _fork_gate.lock, Session(engine, expire_on_commit=False) as session, session.begin():
+        with _fork_gate.held(), Session(engine, expire_on_commit=False) as session, session.begin():
             return work(session)
 
     def _own_engine(self) -> Engine:

@@ -3,22 +3,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from autoflash.db import claim as claims
 from autoflash.db.repository import Repository
+from tests.db.processes import start, wait
 from tests.factories import make_cell, make_environment, make_trial, make_variant
 
 CELL, VARIANT, ENVIRONMENT = make_cell(), make_variant(), make_environment()
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Iterator[Repository]:
-    with Repository.open(str(tmp_path / "t.sqlite")) as opened:
-        yield opened
 
 
 def test_one_claim_at_a_time(repository: Repository) -> None:
@@ -85,11 +79,12 @@ def test_a_heartbeat_renews(repository: Repository, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_the_claim_of_a_dead_process_is_taken_over_at_once(repository: Repository) -> None:
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if repository.claim(CELL, VARIANT, ENVIRONMENT, ttl_s=3600.0) is not None else 1)
-    assert os.waitpid(child, 0)[1] == 0
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_the_claim_of_a_dead_process_is_taken_over_at_once(repository: Repository, tmp_path: Path) -> None:
+    def claim() -> None:
+        assert repository.claim(CELL, VARIANT, ENVIRONMENT, ttl_s=3600.0) is not None
+
+    assert wait(start([claim], tmp_path / "errors")) == [0]
 
     assert repository.claim(CELL, VARIANT, ENVIRONMENT) is not None
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
@@ -26,12 +25,6 @@ from tests.factories import (
     make_variant,
     make_verification,
 )
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Iterator[Repository]:
-    with Repository.open(str(tmp_path / "t.sqlite")) as opened:
-        yield opened
 
 
 def test_a_trial_comes_back_as_it_went_in(repository: Repository) -> None:
@@ -257,8 +250,8 @@ def test_versions_that_are_only_noted_are_kept_with_each_trial(repository: Repos
         "",
     ],
 )
-def test_any_device_name_is_found_again_and_only_by_itself(tmp_path: Path, name: str) -> None:
-    file = str(tmp_path / "t.sqlite")
+def test_any_device_name_is_found_again_and_only_by_itself(database: Path, name: str) -> None:
+    file = str(database)
     mine = make_environment(device_name=name)
     with Repository.open(file) as repository:
         repository.record(make_trial(environment=make_environment()))
@@ -345,11 +338,11 @@ def test_a_decision_that_says_nothing_is_refused_with_all_beside_it(
     assert repository.decisions() == []
 
 
-def test_a_reader_cannot_write(tmp_path: Path) -> None:
-    file = tmp_path / "t.sqlite"
-    Repository.open(str(file)).close()
-
-    with Repository.open(str(file), read_only=True) as reader, pytest.raises(DatabaseError, match="opened for reading"):
+def test_a_reader_cannot_write(database: Path) -> None:
+    with (
+        Repository.open(str(database), read_only=True) as reader,
+        pytest.raises(DatabaseError, match="opened for reading"),
+    ):
         reader.record(make_trial())
 
 

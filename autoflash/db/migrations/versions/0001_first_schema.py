@@ -76,7 +76,14 @@ def upgrade() -> None:
         sa.Column(
             "family",
             sa.Enum(
-                "torch_tiled", "triton", "vendor", name="family", native_enum=False, create_constraint=True, length=32
+                "torch_tiled",
+                "triton",
+                "gluon_sm90",
+                "vendor",
+                name="family",
+                native_enum=False,
+                create_constraint=True,
+                length=32,
             ),
             nullable=False,
         ),

@@ -1,0 +1,67 @@
+"""Processes that use one database at the same time. They are forked, so that a test does not pay for imports."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from autoflash.db.repository import Repository
+from tests.factories import make_trial, make_variant
+
+
+def start(works: Sequence[Callable[[], object]], errors: Path) -> list[int]:
+    """Run each function in a process of its own, all from one moment on.
+
+    Args:
+        works: What to run.
+        errors: File that tracebacks are appended to.
+
+    Returns:
+        Process ids, for :func:`wait`.
+    """
+    moment = time.time() + 0.1
+    children = []
+    for work in works:
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                time.sleep(max(0.0, moment - time.time()))
+                work()
+                code = 0
+            except BaseException:
+                with errors.open("a") as file:
+                    file.write(traceback.format_exc())
+            finally:
+                os._exit(code)
+        children.append(child)
+    return children
+
+
+def wait(children: Sequence[int]) -> list[int]:
+    """Exit status of each process."""
+    return [os.waitpid(child, 0)[1] for child in children]
+
+
+def write(file: Path, index: int, each: int) -> None:
+    """Do as a tuner does: open, claim and record ``each`` trials of a list that all writers share, close."""
+    candidates = [make_variant(num_stages=stages) for stages in range(100)]
+    random.Random(index).shuffle(candidates)
+    recorded = 0
+    with Repository.open(str(file)) as repository:
+        for variant in candidates:
+            trial = make_trial(variant=variant, seed=index)
+            claim = repository.claim(trial.cell, variant, trial.environment)
+            if claim is None:
+                continue
+            with claim:
+                assert claim.heartbeat()
+                assert repository.record(trial).seed == index, "recorded by two"
+            recorded += 1
+            if recorded == each:
+                return
+    raise AssertionError(f"only {recorded} of {each}")
