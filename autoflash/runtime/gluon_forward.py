@@ -70,18 +70,16 @@ class GluonForward:
         """Compile and load what the call needs, and bind everything that does not change between calls.
 
         Raises:
-            NoKernelError: where :meth:`why_not` has something to say, or for a scale that is not above 0.
+            NoKernelError: where :meth:`why_not` has something to say.
         """
         reason = self.why_not(problem, q, k, v)
-        if reason is None and not scale > 0:
-            reason = f"the family takes its maximum before scaling: scale must be above 0, got {scale}"
         if reason is not None:
             raise NoKernelError(reason)
         shape = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v)
         out = Operand.planned(shape, strides_in_order_of(shape, q), problem.dtype.itemsize)
         if _is_trivial(problem):
             return _trivial_call(out)
-        plan = gluon_plan.forward_plan(problem, self._variant)
+        plan = gluon_plan.forward_plan(problem, self._variant, (scale > 0) - (scale < 0) if scale == scale else 1)
         inputs = [Operand.of(tensor) for tensor in (q, k, v)]
         layouts: list[Layout | None] = [
             descriptor_layout(operand.shape, operand.strides, problem.dtype.itemsize) for operand in (*inputs, out)

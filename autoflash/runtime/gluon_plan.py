@@ -62,8 +62,8 @@ def why_not(problem: Problem, device: Device, operands: dict[str, Operand]) -> s
     return None
 
 
-def forward_plan(problem: Problem, variant: Variant) -> KernelPlan:
-    """The compiled form that a forward call needs."""
+def forward_plan(problem: Problem, variant: Variant, scale_sign: int = 1) -> KernelPlan:
+    """The compiled form that a forward call needs; ``scale_sign`` is -1, 0 or 1."""
     structure, config = variant.structure, variant.config
     consumers, block_n = structure.number("consumers"), config.number("BLOCK_N")
     width, dtype = block_dim(problem.head_dim), problem.dtype.value
@@ -78,6 +78,7 @@ def forward_plan(problem: Problem, variant: Variant) -> KernelPlan:
         "RAGGED_N": problem.seqlen_k % block_n != 0,
         # A row block starts at a multiple of 64, which BLOCK_N is a multiple of.
         "EVERY_ROW_SEES": not problem.causal or (problem.diagonal % block_n == 0 and problem.diagonal >= 0),
+        "SCALE_SIGN": scale_sign,
     }
     stride_multiple = ALIGNMENT_BYTES // problem.dtype.itemsize
     return KernelPlan(
@@ -122,8 +123,8 @@ def forward_numbers(problem: Problem, variant: Variant, out: Operand, scale: flo
         problem.diagonal,
         n_tiles // (problem.batch * problem.heads),
         n_tiles,
-        max(1, _SECTION_BYTES // bytes_per_head),
-        scale * _LOG2_E,
+        min(max(1, _SECTION_BYTES // bytes_per_head), problem.batch * problem.heads),
+        abs(scale) * _LOG2_E if scale else 1.0,
     )
 
 
@@ -198,6 +199,7 @@ def _backward_main(
     }
     acc = TensorArgument(name="acc_desc", dtype="fp32", block=(chunk_width // 2, 128), shared_layout=_plain(2))
     key_blocks = -(-problem.seqlen_k // _KEYS_PER_PROGRAM)
+    n_heads = problem.batch * problem.kv_heads
     # Query, its gradient's source and the accumulator of the group's heads stay in L2.
     bytes_per_head = problem.group * problem.seqlen_q * width * (2 * problem.dtype.itemsize + 4)
     constants: dict[str, Constant] = {
@@ -217,7 +219,7 @@ def _backward_main(
         (NumberArgument(name="n_heads_kv"), problem.kv_heads),
         (NumberArgument(name="diagonal"), problem.diagonal),
         (NumberArgument(name="n_key_blocks"), key_blocks),
-        (NumberArgument(name="heads_per_section"), max(1, _BACKWARD_SECTION_BYTES // bytes_per_head)),
+        (NumberArgument(name="heads_per_section"), min(max(1, _BACKWARD_SECTION_BYTES // bytes_per_head), n_heads)),
         (NumberArgument(name="scale", type="fp32"), scale),
         (NumberArgument(name="qk_scale", type="fp32"), scale * _LOG2_E),
     ]
@@ -247,7 +249,7 @@ def _backward_main(
             Layout(shape=accumulator_shape(problem), strides=(128, 1)),
         ),
         numbers=tuple(number for _, number in numbers),
-        programs=problem.batch * problem.kv_heads * key_blocks,
+        programs=n_heads * key_blocks,
     )
 
 
