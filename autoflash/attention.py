@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -328,7 +328,7 @@ def _through_operator(
     query, key, value = _autocast(query, key, value) or (query, key, value)
     check_tensors(query, key, value, layout)
     training = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    operator = torch.ops.autoflash.attention_forward
+    operator: Callable[..., tuple[Tensor, Tensor]] = torch.ops.autoflash.attention_forward
     if not torch.compiler.is_compiling() and _functorch_level() is not None:
         operator = Transformable.apply
     out, lse = operator(

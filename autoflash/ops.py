@@ -22,7 +22,8 @@ CALLS = Calls()
 _OPTIONS = "float scale, str mask, bool deterministic, str vendor, bool return_lse, bool training"
 _INPUTS = "Tensor query, Tensor key, Tensor value"
 
-_library = torch.library.Library("autoflash", "DEF")
+# torch leaves Library untyped.
+_library: Any = torch.library.Library("autoflash", "DEF")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library.define(f"attention_forward({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", tags=_TAGS)
 _library.define(

@@ -21,8 +21,6 @@ def run(code: str) -> str:
         ("import autoflash.attention", "autoflash.attention"),
         ("from autoflash import attention", "attention"),
         ("from autoflash.attention import attention", "attention"),
-        ("import autoflash.calls, autoflash.attention", "autoflash.attention"),
-        ("import importlib, autoflash; importlib.import_module('autoflash.attention')", "autoflash.attention"),
     ],
 )
 def test_the_function_is_there(statement: str, name: str) -> None:

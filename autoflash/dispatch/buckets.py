@@ -60,7 +60,7 @@ def problem_of(cell: Cell, device: Device) -> Problem:
     Raises:
         InvalidProblemError: for a cell that no problem on this device falls into.
     """
-    seqlen_q, seqlen_k = _longest_queries(cell, device), 2**cell.k_bucket
+    seqlen_q, seqlen_k = _longest_queries(cell, device), 1 << cell.k_bucket
     batch, kv_heads = _rows(cell, device, seqlen_q, seqlen_k)
     return Problem(
         op=cell.op,
@@ -96,7 +96,7 @@ def _most_tiles(cell: Cell, device: Device) -> int | None:
 
 
 def _longest_queries(cell: Cell, device: Device) -> int:
-    top, most = 2**cell.q_bucket, _most_tiles(cell, device)
+    top, most = 1 << cell.q_bucket, _most_tiles(cell, device)
     longest = top if most is None else min(top, most // cell.group * TILE_ROWS)
     if longest <= top // 2:
         raise InvalidProblemError(f"no problem on {device.name} falls into the cell {cell}")
@@ -113,7 +113,7 @@ def _rows(cell: Cell, device: Device, seqlen_q: int, seqlen_k: int) -> tuple[int
         return max(batch, fewest), kv_heads
     fewest = 1 if cell.parallelism is Parallelism.LOW else -(-device.multiprocessors // tiles)
     wanted = max(fewest, most // 2 // tiles)
-    rows = max(2 ** (wanted.bit_length() - 1), fewest)
+    rows = max(1 << (wanted.bit_length() - 1), fewest)
     kv_heads = max(n for n in range(1, min(rows, kv_heads) + 1) if rows % n == 0)
     return rows // kv_heads, kv_heads
 
