@@ -71,10 +71,13 @@ class SearchSpace:
     def scores(self) -> dict[Variant, float]:
         """The same with the static score of each; made once for all cells that share the space."""
         if not self._scores:
+            # Thousands of variants share a few structures and numbers.
+            shared: dict[Choices, Choices] = {}
             for values in itertools.product(*(knob.values for knob in self.knobs)):
                 flat = dict(zip((knob.name for knob in self.knobs), values, strict=True))
                 if self._is_canonical(flat):
-                    variant = self.variant(flat)
+                    structure, config = (shared.setdefault(one, one) for one in split(self.knobs, flat))
+                    variant = Variant(family=self.family, structure=structure, config=config)
                     if constraint.why_not(variant, self.cell, self.device) is None:
                         self._scores[variant] = cost.score(variant, self.cell, self.device)
         return dict(self._scores)
@@ -104,7 +107,13 @@ def search_space(cell: Cell, device: Device, family: Family) -> SearchSpace:
 def _essentials(cell: Cell) -> Cell:
     """The cell without what no knob and no constraint looks at: the longest block is 2048."""
     longest = 11
-    return replace(cell, group=1, q_bucket=min(cell.q_bucket, longest), k_bucket=min(cell.k_bucket, longest))
+    return replace(
+        cell,
+        dtype=DType.BF16 if cell.dtype is DType.FP16 else cell.dtype,
+        group=1,
+        q_bucket=min(cell.q_bucket, longest),
+        k_bucket=min(cell.k_bucket, longest),
+    )
 
 
 @lru_cache(maxsize=32)

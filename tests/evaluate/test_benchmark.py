@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from autoflash.device import Device
+from autoflash.evaluate import benchmark as module
+from autoflash.evaluate.benchmark import benchmark, device_lock, interleaved, make_call
+from autoflash.problem import Pass, Problem
+from autoflash.runtime.bind import bind
+from autoflash.runtime.probe import CardState, probe
+from autoflash.trial import Stage
+from autoflash.variant import Family
+from tests.factories import make_problem, make_variant
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Device:
+    return probe("cpu")
+
+
+def test_a_time_is_a_median_with_its_spread(cpu: Device) -> None:
+    measurement = benchmark(lambda: time.sleep(0.002), cpu, stage=Stage.SCREEN, run="r", min_ms=20.0)
+
+    assert 2000.0 <= measurement.p20_us <= measurement.median_us <= measurement.p80_us < 50_000.0
+    assert measurement.samples >= 5
+    assert measurement.policy == "perf_counter/cold-cache/v1"
+    assert (measurement.stage, measurement.run) == (Stage.SCREEN, "r")
+    assert measurement.taken_at.endswith("+00:00")
+
+
+def test_slow_calls_get_few_samples_and_fast_ones_many(cpu: Device) -> None:
+    slow = benchmark(lambda: time.sleep(0.02), cpu, stage=Stage.SCREEN, min_ms=1.0)
+    fast = benchmark(lambda: None, cpu, stage=Stage.SCREEN, min_ms=1000.0)
+
+    assert slow.samples == 5
+    assert fast.samples == 200
+
+
+def test_kernels_are_timed_in_turns(cpu: Device) -> None:
+    calls: list[str] = []
+
+    measurements = interleaved([lambda: calls.append("a"), lambda: calls.append("b")], cpu, min_ms=0.0)
+
+    timed = calls[-2 * measurements[0].samples :]
+    assert timed == ["a", "b"] * measurements[0].samples
+    assert measurements[0].taken_at == measurements[1].taken_at
+    assert measurements[0].stage is Stage.FINAL
+
+
+def test_nothing_to_time_is_nothing(cpu: Device) -> None:
+    assert interleaved([], cpu) == []
+
+
+def test_throttling_that_begins_is_repeated_a_bounded_number_of_times(
+    cpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = iter([CardState(), CardState(throttled="power"), CardState(throttled="heat"), CardState()])
+    monkeypatch.setattr(module, "card_state", lambda _: next(states))
+
+    measurement = benchmark(lambda: None, cpu, stage=Stage.SCREEN, min_ms=0.0)
+
+    assert measurement.throttled == ""
+
+
+def test_throttling_that_stays_is_recorded(cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "card_state", lambda _: CardState(sm_clock_mhz=1200, throttled="power"))
+
+    measurement = benchmark(lambda: None, cpu, stage=Stage.SCREEN, min_ms=0.0)
+
+    assert (measurement.sm_clock_mhz, measurement.throttled) == (1200, "power")
+
+
+@pytest.mark.parametrize("op", list(Pass))
+def test_a_prepared_call_runs_the_kernel(cpu: Device, op: Pass) -> None:
+    problem = make_problem(op=op, seqlen_q=48, head_dim=16)
+    executable = bind(op, problem.mask, make_variant(family=Family.TORCH_TILED, op=op), cpu)
+
+    tensors = make_call(executable, problem, cpu)()
+
+    assert isinstance(tensors, tuple)
+    assert all(torch.isfinite(tensor).all() for tensor in tensors)
+
+
+def test_the_same_seed_gives_the_same_inputs(cpu: Device) -> None:
+    problem = make_problem(seqlen_q=16, head_dim=16)
+
+    assert _first_query(problem, cpu, seed=1) == _first_query(problem, cpu, seed=1)
+    assert _first_query(problem, cpu, seed=1) != _first_query(problem, cpu, seed=2)
+
+
+def test_another_process_waits_for_the_device(cpu: Device) -> None:
+    program = (
+        f"import sys; sys.path[:] = {sys.path!r}\n"
+        "from autoflash.evaluate.benchmark import device_lock\n"
+        "from autoflash.runtime.probe import probe\n"
+        "cpu = probe('cpu'); print('ready', flush=True)\n"
+        "with device_lock(cpu): print('in', flush=True)\n"
+    )
+    with device_lock(cpu):
+        other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+        assert other.stdout is not None
+        assert other.stdout.readline() == "ready\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            other.wait(timeout=0.5)
+
+    assert other.communicate(timeout=30)[0] == "in\n"
+
+
+def _first_query(problem: Problem, device: Device, *, seed: int) -> float:
+    module._tensors.cache_clear()
+    return float(module._tensors(problem, device, seed)[0].flatten()[0])

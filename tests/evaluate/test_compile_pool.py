@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
+
+import pytest
+
+from autoflash.device import CROSS_TARGETS, Device
+from autoflash.evaluate import compile_pool
+from autoflash.evaluate.compile_pool import CompilePool
+from autoflash.problem import Problem
+from autoflash.runtime.compile import CompileOutcome
+from autoflash.trial import Status
+from autoflash.variant import Family, Variant
+from tests.factories import make_problem, make_variant
+
+_H200 = CROSS_TARGETS["sm_90"]
+
+
+def compile_by_sequence_length(problem: Problem, variant: Variant, device: Device) -> CompileOutcome:
+    """Stands for the compiler: the length of the sequence says what goes wrong."""
+    if problem.seqlen_q == 1:
+        os._exit(7)
+    if problem.seqlen_q == 2:
+        time.sleep(600)
+    return CompileOutcome(status=Status.CORRECT, detail=str(problem.seqlen_q))
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompilePool]:
+    monkeypatch.setattr(compile_pool, "compile_variant", compile_by_sequence_length)
+    with CompilePool(1, timeout_s=3.0) as pool:
+        yield pool
+
+
+def _problem(length: int) -> Problem:
+    return make_problem(seqlen_q=length)
+
+
+def test_results_belong_to_their_variants(pool: CompilePool) -> None:
+    futures = [pool.submit(_problem(length), make_variant(), _H200) for length in (10, 20, 30)]
+
+    assert [future.result(timeout=60).detail for future in futures] == ["10", "20", "30"]
+
+
+def test_a_compiler_that_dies_is_a_compile_failure_and_the_next_goes_on(pool: CompilePool) -> None:
+    dead, alive = (pool.submit(_problem(length), make_variant(), _H200) for length in (1, 10))
+
+    assert dead.result(timeout=60).status is Status.COMPILE
+    assert "status 7" in dead.result().detail
+    assert alive.result(timeout=60).status is Status.CORRECT
+
+
+def test_a_compiler_that_hangs_is_killed(pool: CompilePool) -> None:
+    hung = pool.submit(_problem(2), make_variant(), _H200)
+
+    assert hung.result(timeout=60).status is Status.TIMEOUT
+
+
+def test_portable_and_vendor_variants_start_no_process(pool: CompilePool) -> None:
+    outcomes = [
+        pool.submit(_problem(10), make_variant(family=family), _H200) for family in (Family.TORCH_TILED, Family.VENDOR)
+    ]
+
+    assert [outcome.done() for outcome in outcomes] == [True, True]
+    assert pool._workers == []
+
+
+def test_closing_ends_what_runs_and_forgets_what_waits(pool: CompilePool) -> None:
+    running, waiting = (pool.submit(_problem(2), make_variant(), _H200) for _ in range(2))
+    started = time.monotonic()
+
+    pool.close()
+
+    assert time.monotonic() - started < 30.0
+    assert running.done()
+    with pytest.raises(CancelledError):
+        waiting.result(timeout=1)
+
+
+def test_there_is_always_a_process() -> None:
+    assert compile_pool.default_processes() >= 1
