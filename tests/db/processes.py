@@ -47,12 +47,12 @@ def wait(children: Sequence[int]) -> list[int]:
     return [os.waitpid(child, 0)[1] for child in children]
 
 
-def write(file: Path, index: int, each: int) -> None:
+def write(place: Path | str, index: int, each: int) -> None:
     """Do as a tuner does: open, claim and record ``each`` trials of a list that all writers share, close."""
     candidates = [make_variant(num_stages=stages) for stages in range(100)]
     random.Random(index).shuffle(candidates)
     recorded = 0
-    with Repository.open(str(file)) as repository:
+    with Repository.open(str(place)) as repository:
         for variant in candidates:
             trial = make_trial(variant=variant, seed=index)
             claim = repository.claim(trial.cell, variant, trial.environment)
