@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from autoflash.calls import ladders
 from autoflash.dispatch.explain import Explanation, PassExplanation, explain_pass
 from autoflash.dispatch.ladder import Candidate
 from autoflash.dispatch.resolve import Resolution
-from autoflash.dispatch.table import load
+from autoflash.dispatch.table import load, load_decisions
 from autoflash.ops import CALLS, Transformable, call_key
 from autoflash.problem import Pass
 from autoflash.variant import Family
@@ -195,9 +196,9 @@ def explain(
     """
     refuse_unbuilt(**unbuilt)
     check_layout(layout)
-    check_tensors(*(_autocast(query, key, value) or (query, key, value)), layout)
-    training = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     query, key, value = _autocast(query, key, value) or (query, key, value)
+    check_tensors(query, key, value, layout)
+    training = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if deterministic is None:
         deterministic = _is_deterministic()
     call = call_key(
@@ -288,7 +289,13 @@ def freeze(table: str | os.PathLike[str] | None = None) -> str:
 
     Returns:
         Digest of the decisions. Ranks of a distributed job that hold equal digests choose equal kernels.
+
+    Raises:
+        TableError: if the table is damaged.
     """
+    if table is not None:
+        # What load() only warns of is an error where a table was named.
+        load_decisions(Path(table).read_text(encoding="utf-8"))
     decisions = load(table_file=os.fspath(table) if table is not None else None)
     CALLS.reset(decisions)
     rows = [
@@ -347,6 +354,9 @@ def _through_operator(
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """The tensors in autocast's dtype; None where autocast is off for their device."""
+    if not isinstance(query, Tensor) or not isinstance(key, Tensor) or not isinstance(value, Tensor):
+        # For check_tensors to refuse.
+        return None
     kind = query.device.type
     if not torch.is_autocast_enabled(kind):
         return None

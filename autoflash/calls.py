@@ -35,7 +35,8 @@ _MOST_BACKWARDS = 16
 def _verify(executable: Executable, problem: Problem) -> Verification:
     from autoflash.evaluate.verify import verify  # only where something was not verified before
 
-    with torch.no_grad():
+    # The yardstick of a backward pass is torch's own autograd, and a first backward comes here with it off.
+    with torch.enable_grad():
         return verify(executable, problem, Level.SCREEN)
 
 

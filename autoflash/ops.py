@@ -15,6 +15,7 @@ from autoflash import paths
 from autoflash.arguments import Options, check_tensors, policy_of
 from autoflash.calls import Calls, Pair, Prepared, Triple
 from autoflash.errors import UnsupportedError
+from autoflash.runtime.layouts import strides_in_order_of
 
 CALLS = Calls()
 """What this process has prepared, by either route."""
@@ -55,10 +56,9 @@ def call_key(query: Tensor, key: Tensor, value: Tensor, *options: object) -> tup
 
 
 def allocate(like: Tensor, heads: int, length: int, width: int) -> Tensor:
-    """An uninitialised [B, H, S, D] in the memory order of a tensor: heads outside the positions, or inside."""
-    if like.stride(1) < like.stride(2):
-        return like.new_empty(like.shape[0], length, heads, width).transpose(1, 2)
-    return like.new_empty(like.shape[0], heads, length, width)
+    """An uninitialised [B, H, S, D] in the memory order of a tensor, as kernels allocate it."""
+    shape = (like.shape[0], heads, length, width)
+    return like.new_empty_strided(shape, strides_in_order_of(shape, like))
 
 
 def _outputs(query: Tensor, value: Tensor) -> Pair:

@@ -5,18 +5,21 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import autoflash
-from autoflash.errors import InvalidProblemError, UnsupportedError
+from autoflash.db.table_format import table_text
+from autoflash.errors import InvalidProblemError, TableError, UnsupportedError
 from autoflash.evaluate import reference
 from autoflash.ops import CALLS
 from autoflash.problem import Pass
 from autoflash.variant import Family
 from tests.dispatch.fakes import FakeKernels, dispatching
+from tests.factories import make_decision
 
 
 @pytest.fixture
@@ -235,6 +238,7 @@ Q = shaped(2, 4, 8, 16)
         ((Q, shaped(2, 4, 8, 32), Q), "one head dimension, got 16 and 32"),
         ((Q, Q.half(), Q), "one dtype, got torch.float32, torch.float16 and torch.float32"),
         ((Q, shaped(2, 4, 8, 16, device="meta"), Q), "one device, got cpu, meta and cpu"),
+        (([[1.0]], Q, Q), "query must be a tensor, got list"),
         ((Q, [[1.0]], Q), "key must be a tensor, got list"),
     ],
 )
@@ -392,3 +396,18 @@ def test_backward_kernels_are_kept_by_the_strides_of_the_gradient(kernels: FakeK
 
     (made,) = [fake for (op, _, _), fake in kernels.made.items() if op is Pass.BACKWARD]
     assert (made.prepared, made.calls) == (2, 3)
+
+
+def test_freeze_refuses_a_damaged_table(kernels: FakeKernels, tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text("{")
+
+    with pytest.raises(TableError):
+        autoflash.freeze(tmp_path / "table.json")
+
+
+def test_freeze_takes_the_decisions_of_a_table(kernels: FakeKernels, tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text(table_text([make_decision(reason="frozen")]))
+
+    with_table, without = autoflash.freeze(tmp_path / "table.json"), autoflash.freeze()
+
+    assert with_table != without

@@ -11,6 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from autoflash import paths
 from autoflash.device import Device
 from autoflash.dispatch.buckets import cell_of
 from autoflash.dispatch.ladder import Candidate, Here, VendorPolicy, inference_ladder, training_ladders
@@ -107,6 +108,7 @@ class Resolver:
         """The decisions in force in this process."""
         with self.lock:
             if self._table is None:
+                _heed_log_level()
                 self._table = self._loader()
             return self._table
 
@@ -175,6 +177,8 @@ class Resolver:
                 alternatives=tuple(candidates[position + 1 :]),
             )
             self._warn_of(walk, cell, candidate)
+            if candidate.hit is None:
+                self._tell_of_other_devices(cell, self.here(tensors[0].device), candidate)
             return resolution, result
         raise NoKernelError(_nothing_left(cell, walk, capturing))
 
@@ -289,6 +293,23 @@ class Resolver:
                 taken.variant,
                 taken.tier.value,
             )
+
+    def _tell_of_other_devices(self, cell: Cell, here: Here, taken: Candidate) -> None:
+        """One line where only another device's records are there: a renamed or sliced card would go unseen."""
+        fresh = [reason for reason in self.table.ignored(cell, here.environment) if reason not in self._warned]
+        self._warned.update(fresh)
+        for reason in fresh:
+            _LOG.info("autoflash: records of %s; using %s (%s)", reason, taken.variant, taken.tier.value)
+
+
+def _heed_log_level() -> None:
+    """Let ``AUTOFLASH_LOG`` show more than warnings, unless the program has set up the logger itself."""
+    level = logging.getLevelName(paths.log_level())
+    if _LOG.level != logging.NOTSET or not isinstance(level, int):
+        return
+    _LOG.setLevel(level)
+    if level < logging.WARNING and not _LOG.hasHandlers():
+        _LOG.addHandler(logging.StreamHandler())
 
 
 def _bind(op: Pass, mask: Mask, variant: Variant, device: Device) -> Executable:

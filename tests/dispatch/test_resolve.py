@@ -247,3 +247,14 @@ def test_prepared_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         prepared = len(CALLS.prepared)
 
     assert prepared == 3
+
+
+def test_records_of_another_device_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    q, k, v = tensors()
+    elsewhere = tuned(environment=cpu_environment(device_name="Another CPU"))
+
+    with caplog.at_level(logging.INFO, "autoflash"), dispatching(FakeKernels(), elsewhere):
+        autoflash.attention(q, k, v)
+        autoflash.attention(q[:, :, :39], k, v)
+
+    assert len([record for record in caplog.records if "Another CPU" in record.getMessage()]) == 1
