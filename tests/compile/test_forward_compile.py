@@ -1,0 +1,110 @@
+"""The forward compiles for GPUs that this machine does not have, and takes what the prototypes took."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from autoflash.codegen.render import Form, render
+from autoflash.device import CROSS_TARGETS
+from autoflash.problem import DType, Mask
+from autoflash.runtime.compile import compile_variant
+from autoflash.runtime.launch import compile_kernel
+from autoflash.runtime.load import load
+from autoflash.runtime.probe import triton_version
+from autoflash.runtime.triton_forward import forward_plan
+from autoflash.trial import Status
+from tests.factories import make_device, make_problem, make_variant
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("compiles kernels", allow_module_level=True)
+
+UNDER = {"pv_order": "under_next_softmax", "row_sum": "per_thread"}
+CONFIG = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+EVEN = {"seqlen_q": 1024}
+RAGGED = {"seqlen_q": 1000}
+
+
+def assert_compiles(arch: str, structure: dict[str, str], config: dict[str, int], sizes: dict[str, object]) -> None:
+    outcome = compile_variant(make_problem(**sizes), make_variant(**structure, **config), make_device(arch))
+
+    assert outcome.status is Status.CORRECT, outcome.detail
+    assert outcome.resources is not None
+    assert 0 < outcome.resources.shared_bytes <= CROSS_TARGETS[arch].shared_bytes
+    assert outcome.resources.registers > 16
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942"])
+def test_default_structure_compiles_everywhere(arch: str) -> None:
+    assert_compiles(arch, {}, CONFIG, {"head_dim": 64, "mask": Mask.CAUSAL, **EVEN})
+
+
+@pytest.mark.parametrize("arch", ["sm_90", "sm_100", "sm_120"])
+def test_descriptors_compile_where_there_is_a_copy_engine(arch: str) -> None:
+    assert_compiles(arch, {"loads": "tma"}, CONFIG, {"head_dim": 80, "mask": Mask.CAUSAL, **RAGGED})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", CROSS_TARGETS)
+@pytest.mark.parametrize(
+    ("structure", "config", "sizes"),
+    [
+        ({**UNDER, "mask_loops": "branch"}, CONFIG, {"mask": Mask.CAUSAL, **RAGGED}),
+        ({**UNDER, "tile_order": "heads_first"}, CONFIG, {"head_dim": 128, **RAGGED}),
+        ({}, CONFIG, {"head_dim": 80, **RAGGED}),
+        ({}, {**CONFIG, "BLOCK_M": 32, "BLOCK_N": 32}, {"dtype": DType.FP32, **EVEN}),
+        ({}, CONFIG, {"dtype": DType.FP32, "tf32": True, **EVEN}),
+        ({"loop_order": "key_outer"}, CONFIG, {"mask": Mask.CAUSAL, **RAGGED}),
+        ({}, {**CONFIG, "BLOCK_N": 32}, {"head_dim": 256, "dtype": DType.FP16, **EVEN}),
+    ],
+    ids=["branch", "under", "d80", "fp32", "tf32", "key_outer", "d256"],
+)
+def test_spread_compiles_everywhere(
+    arch: str, structure: dict[str, str], config: dict[str, int], sizes: dict[str, object]
+) -> None:
+    assert_compiles(arch, structure, config, sizes)
+
+
+# What the hand-written prototypes took that were the fastest on an H200.
+@pytest.mark.skipif(triton_version() != "3.6", reason="the prototypes were compiled by Triton 3.6")
+@pytest.mark.parametrize(
+    ("structure", "config", "sizes", "shared_bytes", "registers", "products"),
+    [
+        ({"row_sum": "per_thread"}, (64, 128, 4, 1), {"head_dim": 128}, 50176, 158, 16),
+        (
+            {**UNDER, "tile_order": "heads_first"},
+            (128, 64, 4, 2),
+            {"head_dim": 128, "mask": Mask.CAUSAL},
+            114720,
+            255,
+            72,
+        ),
+        ({"mask_loops": "branch"}, (64, 128, 4, 2), {"head_dim": 64, "mask": Mask.CAUSAL}, 73760, 154, 12),
+    ],
+    ids=["d128_full", "d128_causal", "d64_causal"],
+)
+def test_hopper_winners_cost_no_more_than_their_prototypes(
+    structure: dict[str, str],
+    config: tuple[int, int, int, int],
+    sizes: dict[str, object],
+    shared_bytes: int,
+    registers: int,
+    products: int,
+) -> None:
+    problem = make_problem(**EVEN, **sizes)
+    numbers = dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), config, strict=True))
+    variant = make_variant(loads="tma", **structure, **numbers)
+
+    outcome = compile_variant(problem, variant, make_device())
+    compiled = compile_kernel(
+        load(render(Form.of(problem), variant.family, variant.structure)), forward_plan(problem, variant), make_device()
+    )
+
+    assert outcome.resources is not None
+    assert outcome.resources.shared_bytes <= shared_bytes
+    assert outcome.resources.spill_bytes == 0
+    assert outcome.resources.registers <= registers
+    assert compiled.asm["ptx"].count("wgmma.mma_async") == products
+    assert "mma.sync" not in compiled.asm["ptx"]
