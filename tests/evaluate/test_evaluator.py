@@ -1,0 +1,147 @@
+"""The evaluator on the CPU, with good candidates and with faulty ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from autoflash.device import Device
+from autoflash.errors import RenderError, UnsupportedError
+from autoflash.evaluate import evaluator as module
+from autoflash.evaluate.evaluator import Outcome
+from autoflash.evaluate.isolated import IsolatedEvaluator, TimeLimits
+from autoflash.problem import DType, Pass, Problem
+from autoflash.runtime.probe import probe
+from autoflash.trial import Level, Measurement, Stage, Status
+from autoflash.variant import Family, Variant
+from tests import faults
+from tests.contract import evaluator as contract
+from tests.factories import make_problem, make_variant
+
+_BINDER = "tests.faults:bind"
+
+
+@pytest.fixture(scope="module")
+def cpu() -> Device:
+    return probe("cpu")
+
+
+@pytest.fixture(scope="module")
+def isolated(cpu: Device) -> Iterator[IsolatedEvaluator]:
+    with IsolatedEvaluator(cpu, binder=_BINDER, limits=TimeLimits(screen_s=20.0)) as evaluator:
+        yield evaluator
+
+
+def _problem(op: Pass = Pass.FORWARD) -> Problem:
+    return make_problem(op=op, dtype=DType.FP32, head_dim=16, seqlen_q=128)
+
+
+def _variant(fault: str | None = None, op: Pass = Pass.FORWARD) -> Variant:
+    """A portable variant with the given fault, or a good one."""
+    every = [
+        make_variant(
+            family=Family.TORCH_TILED,
+            op=op,
+            block_m=block_m,
+            block_n=block_n,
+            heads_per_step=4 if fault else 0,
+            loop_order=order,
+        )
+        for order in ("query_outer", "key_outer")
+        for block_n in (64, 128)
+        for block_m in (64, 128)
+    ]
+    return next(variant for variant in every if faults.fault_of(variant) == fault)
+
+
+def test_the_isolated_evaluator_satisfies_the_contract(isolated: IsolatedEvaluator) -> None:
+    contract.check_screening(isolated, _problem(), _variant())
+    contract.check_full_verification(isolated, _problem(), _variant())
+    contract.check_comparison(isolated, _problem(), _variant(), make_variant(family=Family.TORCH_TILED))
+    contract.check_failure(isolated, _problem(), _variant("raise"))
+
+
+@pytest.mark.parametrize("fault", ["nan", "wrong_last_rows", "overrun", "raise", "compiler", "memory"])
+@pytest.mark.parametrize("op", list(Pass))
+def test_a_fault_gets_its_status_and_a_reason(cpu: Device, fault: str, op: Pass) -> None:
+    outcome = module.screen(_problem(op), _variant(fault, op), cpu, _BINDER)
+
+    assert outcome.status is faults.FAULTS[fault]
+    assert outcome.detail
+    assert "\n" not in outcome.detail
+    assert outcome.measurement is None
+
+
+@pytest.mark.parametrize("fault", ["nan", "wrong_last_rows", "overrun"])
+def test_a_fault_does_not_pass_the_full_grid(cpu: Device, fault: str) -> None:
+    outcome = module.verify_full(_problem(), None, _variant(fault), cpu, _BINDER)
+
+    assert outcome.status is Status.CORRECTNESS
+    assert outcome.verification is not None
+    assert not outcome.verification.passed
+
+
+def test_an_exit_and_a_hang_cost_the_worker_and_nothing_else(cpu: Device) -> None:
+    with IsolatedEvaluator(cpu, binder=_BINDER, limits=TimeLimits(screen_s=5.0)) as evaluator:
+        left = evaluator.screen(_problem(), _variant("exit"))
+        hung = evaluator.screen(_problem(), _variant("hang"))
+
+    assert (left.status, left.detail) == (Status.RUNTIME, "the worker exited with status 9")
+    assert hung.status is Status.TIMEOUT
+
+
+def test_a_worker_whose_context_is_poisoned_is_replaced(isolated: IsolatedEvaluator) -> None:
+    isolated.screen(_problem(), _variant())
+    before = isolated.pid
+
+    isolated._outcome(Outcome(status=Status.RUNTIME, detail="illegal access", poisoned=True))
+
+    assert before is not None
+    assert isolated.pid is None
+    assert isolated.screen(_problem(), _variant()).status is Status.CORRECT
+
+
+@pytest.mark.parametrize("time_us", [float("nan"), float("inf"), 0.0, -3.0])
+def test_a_time_that_cannot_be_is_a_failure(cpu: Device, monkeypatch: pytest.MonkeyPatch, time_us: float) -> None:
+    impossible = Measurement(stage=Stage.SCREEN, median_us=time_us, p20_us=1.0, p80_us=1.0, samples=5, policy="test")
+    monkeypatch.setattr(module, "benchmark", lambda *_, **__: impossible)
+
+    outcome = module.screen(_problem(), _variant(), cpu)
+
+    assert outcome.status is Status.RUNTIME
+    assert outcome.measurement is None
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RuntimeError("PassManager::run failed"), Status.COMPILE),
+        (faults.CompilationError("at 3:4"), Status.COMPILE),
+        (RenderError("no such form"), Status.COMPILE),
+        (UnsupportedError("head_dim"), Status.CONSTRAINTS),
+        (MemoryError(), Status.RUNTIME),
+        (RuntimeError("misaligned address"), Status.RUNTIME),
+    ],
+)
+def test_exceptions_are_sorted_into_statuses(error: Exception, status: Status) -> None:
+    assert module._status_of(error) is status
+
+
+def test_a_finalist_that_fails_does_not_stop_the_comparison(cpu: Device) -> None:
+    good, bad = _variant(), _variant("raise")
+
+    outcomes = module.rerank(_problem(), [good, bad, good], cpu, "run", _BINDER)
+
+    assert [outcome.status for outcome in outcomes] == [Status.CORRECT, Status.RUNTIME, Status.CORRECT]
+    assert [outcome.measurement is not None for outcome in outcomes] == [True, False, True]
+
+
+def test_both_levels_are_named(cpu: Device) -> None:
+    screened = module.screen(_problem(), _variant(), cpu).verification
+    full = module.verify_full(_problem(), _problem().replace(seqlen_q=127, seqlen_k=127), _variant(), cpu).verification
+
+    assert screened is not None
+    assert full is not None
+    assert (screened.level, full.level) == (Level.SCREEN, Level.FULL)
+    assert full.checks > screened.checks

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from autoflash.device import CROSS_TARGETS, Device, DeviceKind
+from autoflash.problem import DType, Mask, Pass
+from autoflash.search.presets import Axes, Preset, cells, default_preset, effort
+
+_H200 = CROSS_TARGETS["sm_90"]
+_CPU = Device(kind=DeviceKind.CPU, name="cpu", arch="x86_64", multiprocessors=2, shared_bytes=0, warp_size=1)
+
+
+def test_the_language_model_preset_is_the_published_grid() -> None:
+    found = cells(Preset.LLM, _H200)
+
+    assert len(found) == 2 * 2 * 3 * 2 * 6
+    assert {cell.head_dim for cell in found} == {64, 128, 256}
+    assert {cell.q_bucket for cell in found} == {9, 10, 11, 12, 13, 14}
+    assert {cell.dtype for cell in found} == {DType.BF16, DType.FP16}
+
+
+@pytest.mark.parametrize(("preset", "device"), list(itertools.product(Preset, (_H200, _CPU))))
+def test_every_preset_has_cells_and_none_twice(preset: Preset, device: Device) -> None:
+    found = cells(preset, device)
+
+    assert found
+    assert len(set(found)) == len(found)
+
+
+def test_lengths_follow_each_other_and_the_full_mask_comes_first() -> None:
+    found = cells(Preset.LLM, _H200)
+
+    assert [cell.q_bucket for cell in found[:6]] == [9, 10, 11, 12, 13, 14]
+    assert [cell.mask for cell in found[:12]] == [Mask.FULL] * 6 + [Mask.CAUSAL] * 6
+
+
+def test_chosen_axes_replace_the_presets() -> None:
+    chosen = Axes(passes=(Pass.FORWARD,), head_dims=(96,), dtypes=(DType.FP32,), masks=(Mask.CAUSAL,), seqlens=(333,))
+
+    found = cells(Preset.LLM, _H200, chosen)
+
+    assert [(cell.op, cell.head_dim, cell.dtype, cell.q_bucket) for cell in found] == [
+        (Pass.FORWARD, 96, DType.FP32, 9)
+    ]
+
+
+def test_lengths_of_one_bucket_are_one_cell() -> None:
+    found = cells(Preset.QUICK, _CPU, Axes(passes=(Pass.FORWARD,), masks=(Mask.FULL,), seqlens=(1000, 1024)))
+
+    assert len(found) == 1
+
+
+def test_a_new_machine_gets_something_to_see() -> None:
+    assert default_preset(_CPU) is Preset.QUICK
+    assert default_preset(_H200) is Preset.LLM
+    assert len(cells(Preset.QUICK, _CPU)) <= 8
+    assert effort(Preset.QUICK, _CPU).budget_s == 150.0
+    assert effort(Preset.LLM, _H200).budget_s is not None
