@@ -150,11 +150,15 @@ class Database:
                 "for PostgreSQL: pip install 'autoflash[postgres]'"
             ) from error
         database = cls(location, engine, None, read_only)
-        revision = database.read(_revision)
-        if read_only:
-            migrate.refuse_unknown(revision, migrate.READABLE)
-        elif revision != migrate.CURRENT:
-            database.write(_migrate)
+        try:
+            revision = database.read(_revision)
+            if read_only:
+                migrate.refuse_unknown(revision, migrate.READABLE)
+            elif revision != migrate.CURRENT:
+                database.write(_migrate)
+        except BaseException:
+            engine.dispose()
+            raise
         return database
 
     def close(self) -> None:
