@@ -95,7 +95,7 @@ def forward_plan(problem: Problem, variant: Variant, scale_sign: int = 1) -> Ker
         numbers=(
             *(NumberArgument(name=f"stride_o{dim}", type="i64", multiple_of=stride_multiple) for dim in "bhm"),
             *(NumberArgument(name=name) for name in ("n_q", "n_k", "n_heads", "group", "diagonal")),
-            *(NumberArgument(name=name) for name in ("n_row_blocks", "n_tiles", "heads_per_section")),
+            *(NumberArgument(name=name) for name in ("n_bh", "n_row_blocks", "n_tiles", "heads_per_section")),
             NumberArgument(name="qk_scale", type="fp32"),
         ),
         constants=tuple(sorted(constants.items())),
@@ -121,6 +121,7 @@ def forward_numbers(problem: Problem, variant: Variant, out: Operand, scale: flo
         problem.heads,
         problem.group,
         problem.diagonal,
+        problem.batch * problem.heads,
         n_tiles // (problem.batch * problem.heads),
         n_tiles,
         min(max(1, _SECTION_BYTES // bytes_per_head), problem.batch * problem.heads),
