@@ -354,7 +354,7 @@ def _through_operator(
 
 def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """The tensors in autocast's dtype; None where autocast is off for their device."""
-    if not isinstance(query, Tensor) or not isinstance(key, Tensor) or not isinstance(value, Tensor):
+    if not all(isinstance(tensor, Tensor) for tensor in (query, key, value)):
         # For check_tensors to refuse.
         return None
     kind = query.device.type
