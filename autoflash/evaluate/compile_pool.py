@@ -12,7 +12,7 @@ from autoflash.evaluate.worker import Failure, Worker, WorkerClosedError
 from autoflash.problem import Problem
 from autoflash.runtime.compile import CompileOutcome, compile_variant
 from autoflash.trial import Status
-from autoflash.variant import Family, Variant
+from autoflash.variant import Variant
 
 _TIMEOUT_S = 90.0
 
@@ -48,7 +48,7 @@ class CompilePool:
 
     def submit(self, problem: Problem, variant: Variant, device: Device) -> Future[CompileOutcome]:
         """Compile a variant; at once where there is nothing to compile."""
-        if variant.family is not Family.TRITON:
+        if not variant.family.uses_triton:
             done: Future[CompileOutcome] = Future()
             done.set_result(compile_variant(problem, variant, device))
             return done

@@ -81,6 +81,12 @@ def compile_variant(problem: Problem, variant: Variant, device: Device) -> Compi
 
 
 def _plans(problem: Problem, variant: Variant) -> tuple[KernelPlan, ...]:
+    if variant.family is Family.GLUON_SM90:
+        from autoflash.runtime import gluon_plan
+
+        if problem.op is Pass.FORWARD:
+            return (gluon_plan.forward_plan(problem, variant),)
+        return gluon_plan.backward_plans(problem, variant)
     if problem.op is Pass.FORWARD:
         from autoflash.runtime.triton_forward import forward_plans
 
@@ -94,6 +100,8 @@ def _missing(variant: Variant, device: Device) -> str:
     """What the device lacks for this variant, or nothing."""
     if device.kind is DeviceKind.CPU:
         return "Triton makes no code for a CPU"
+    if variant.family is Family.GLUON_SM90 and device.arch != "sm_90":
+        return f"the family is made for sm_90, the device is {device.arch}"
     if variant.structure.get("loads") == "tma" and not device.has_tma:
         return f"loads=tma needs a copy engine (sm_90 or newer), the device is {device.arch}"
     return ""

@@ -84,8 +84,7 @@ class GluonForward:
         layouts: list[Layout | None] = [
             descriptor_layout(operand.shape, operand.strides, problem.dtype.itemsize) for operand in (*inputs, out)
         ]
-        n_tiles = gluon_plan.forward_tiles(problem, self._variant)
-        programs = min(n_tiles, self._device.multiprocessors) if self._variant.config.number("persistent") else n_tiles
+        programs = gluon_plan.forward_programs(problem, self._variant, self._device)
         run = self._kernel(plan).bind(
             [*layouts, None, None, None], gluon_plan.forward_numbers(problem, self._variant, out, scale), programs
         )

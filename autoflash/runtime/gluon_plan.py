@@ -15,6 +15,12 @@ from autoflash.variant import Variant
 CONSUMER_ROWS = 64
 """Rows of a consumer: the height of a wgmma tile."""
 
+# Registers of a consumer and of the producer, by consumers. FlashAttention-3's budget for two and three: the 65536 of
+# a multiprocessor. One consumer takes half of them, so that two thread blocks fit.
+_REGISTERS = {1: (232, 24), 2: (240, 24), 3: (160, 32)}
+_BACKWARD_CONSUMERS = 2
+_HALF_OF_THE_REGISTERS = 128
+
 _LOG2_E = math.log2(math.e)
 
 # FlashAttention-3's budget: keys and values of the heads in flight stay in the 50 MB L2 of sm_90.
@@ -73,8 +79,8 @@ def forward_plan(problem: Problem, variant: Variant, scale_sign: int = 1) -> Ker
         "BLOCK_D": width,
         "HEAD_DIM": problem.head_dim,
         "STAGES": config.number("num_stages"),
-        "CONSUMER_REGISTERS": config.number("consumer_registers"),
-        "PRODUCER_REGISTERS": config.number("producer_registers"),
+        "CONSUMER_REGISTERS": _REGISTERS[consumers][0],
+        "PRODUCER_REGISTERS": _REGISTERS[consumers][1],
         "RAGGED_N": problem.seqlen_k % block_n != 0,
         # A row block starts at a multiple of 64, which BLOCK_N is a multiple of.
         "EVERY_ROW_SEES": not problem.causal or (problem.diagonal % block_n == 0 and problem.diagonal >= 0),
@@ -101,7 +107,16 @@ def forward_plan(problem: Problem, variant: Variant, scale_sign: int = 1) -> Ker
         constants=tuple(sorted(constants.items())),
         num_warps=4,
         num_stages=1,
+        max_registers=_HALF_OF_THE_REGISTERS if consumers == 1 else 0,
     )
+
+
+def forward_programs(problem: Problem, variant: Variant, device: Device) -> int:
+    """How many programs a forward launch has: one for each tile, or as many as run at once."""
+    n_tiles = forward_tiles(problem, variant)
+    if not variant.config.number("persistent"):
+        return n_tiles
+    return min(n_tiles, device.multiprocessors * (2 if variant.structure.number("consumers") == 1 else 1))
 
 
 def forward_tiles(problem: Problem, variant: Variant) -> int:
@@ -209,8 +224,8 @@ def _backward_main(
         "BLOCK_D": width,
         "Q_STAGES": config.number("q_stages"),
         "DO_STAGES": config.number("do_stages"),
-        "CONSUMER_REGISTERS": config.number("consumer_registers"),
-        "PRODUCER_REGISTERS": config.number("producer_registers"),
+        "CONSUMER_REGISTERS": _REGISTERS[_BACKWARD_CONSUMERS][0],
+        "PRODUCER_REGISTERS": _REGISTERS[_BACKWARD_CONSUMERS][1],
         "RAGGED_N": problem.seqlen_k % _KEYS_PER_PROGRAM != 0,
     }
     numbers: list[tuple[NumberArgument, Number]] = [
@@ -304,3 +319,15 @@ def _plain(rank: int) -> str:
         f"NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank={rank}, "
         "transposed=False, fp4_padded=False, cga_layout=[])"
     )
+
+
+def backward_plans(problem: Problem, variant: Variant) -> tuple[KernelPlan, ...]:
+    """Every kernel that a backward of contiguous tensors launches, in order."""
+    queries = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
+    keys = (problem.batch, problem.kv_heads, problem.seqlen_k, problem.head_dim)
+    shapes = {name: keys if name in ("k", "v", "dk", "dv") else queries for name in TENSORS}
+    operands = {
+        name: Operand.planned(shape, (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1), 2)
+        for name, shape in shapes.items()
+    }
+    return tuple(step.plan for step in backward_steps(problem, variant, operands, 1.0, has_dlse=False))

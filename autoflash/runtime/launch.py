@@ -99,6 +99,7 @@ class KernelPlan:
         tensors, numbers: Run-time arguments, in the order of the kernel's parameters.
         constants: Name and value of every other parameter.
         num_warps, num_stages: Of the compiler.
+        max_registers: Of a thread at launch; 0 leaves it to the compiler.
     """
 
     function: str
@@ -107,6 +108,7 @@ class KernelPlan:
     constants: tuple[tuple[str, Constant], ...]
     num_warps: int
     num_stages: int
+    max_registers: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +199,8 @@ def compile_kernel(module: ModuleType, plan: KernelPlan, device: Device) -> Any:
     )
     arch = device.capability if device.kind is DeviceKind.CUDA else device.arch
     target = GPUTarget(_TARGETS[device.kind], arch, device.warp_size)
+    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
+    options |= {"maxnreg": plan.max_registers} if plan.max_registers else {}
     with _compile_lock, knobs.cache.scope():
         knobs.cache.dir = str(paths.triton_cache_dir())
         # Fusion is named because its default changes between releases of Triton.

@@ -18,7 +18,7 @@ from autoflash.search.replay import COMPILED_PER_TRIAL
 from autoflash.search.sampler import Feedback, Sampler
 from autoflash.space import cost
 from autoflash.trial import Environment, Status
-from autoflash.variant import Family, Variant
+from autoflash.variant import Variant
 
 _MOST_IN_FLIGHT = 8
 _HEARTBEAT_S = 20.0
@@ -80,7 +80,7 @@ class Pipeline:
 
         Compiling needs no device; a kernel that spills or fills a multiprocessor alone is seldom the fastest.
         """
-        planned = [v for v in self._sampler.plan(COMPILED_PER_TRIAL * trials) if v.family is Family.TRITON]
+        planned = [v for v in self._sampler.plan(COMPILED_PER_TRIAL * trials) if v.family.uses_triton]
         self._ahead = {variant: self._pool.submit(self._problem, variant, self._device) for variant in planned}
         for variant, future in self._ahead.items():
             outcome = future.result()

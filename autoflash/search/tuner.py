@@ -102,8 +102,8 @@ def families_of(request: TuneRequest, here: Environment) -> tuple[Family, ...]:
     if not request.cells:
         return ()
     able = catalog.families(request.cells[0].op, request.device)
-    usable = [family for family in able if family is not Family.TRITON or here.triton]
-    return tuple(usable[:1])
+    compiled = tuple(family for family in able if family.uses_triton and here.triton)
+    return compiled or (Family.TORCH_TILED,)
 
 
 class _Tuner:

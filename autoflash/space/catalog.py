@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from autoflash.device import Device, DeviceKind
 from autoflash.problem import Cell, DType, Mask, Parallelism, Pass
-from autoflash.space import constraint, cost
+from autoflash.space import constraint, cost, hopper
 from autoflash.space.knob import Knob, Part, split
 from autoflash.variant import Choice, Choices, Family, Variant
 
@@ -48,6 +48,8 @@ class SearchSpace:
 
     def default(self) -> Variant:
         """A safe variant without preconditions, which fits every class of shared memory."""
+        if self.family is Family.GLUON_SM90:
+            return self.variant(hopper.default(self.cell))
         if self.family is not Family.TRITON:
             return self.variant({})
         return self.variant(_safe_blocks(self.cell, self.knobs))
@@ -91,6 +93,8 @@ def families(op: Pass, device: Device) -> tuple[Family, ...]:
     """The generated families that can run on a device, best first."""
     if device.kind is DeviceKind.CPU:
         return (Family.TORCH_TILED,)
+    if device.arch == "sm_90":
+        return (Family.GLUON_SM90, Family.TRITON, Family.TORCH_TILED)
     return (Family.TRITON, Family.TORCH_TILED)
 
 
@@ -120,6 +124,8 @@ def _essentials(cell: Cell) -> Cell:
 def _search_space(cell: Cell, device: Device, family: Family) -> SearchSpace:
     if family is Family.TORCH_TILED:
         knobs = _portable_knobs(cell)
+    elif family is Family.GLUON_SM90:
+        knobs = hopper.knobs(cell)
     elif family is Family.TRITON:
         knobs = _forward_knobs(cell, device) if cell.op is Pass.FORWARD else _backward_knobs(cell, device)
     else:
@@ -142,7 +148,7 @@ def vendors(cell: Cell, device: Device) -> tuple[Variant, ...]:
 
 def has_precondition(variant: Variant) -> bool:
     """Whether a variant asks something of strides or alignment: tensor descriptors do."""
-    return variant.structure.get("loads") == "tma"
+    return variant.family is Family.GLUON_SM90 or variant.structure.get("loads") == "tma"
 
 
 def _query_outer(choices: Mapping[str, Choice]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoflash.device import Device, DeviceKind
 from autoflash.problem import Cell, DType, Pass
-from autoflash.space import cost
+from autoflash.space import cost, hopper
 from autoflash.variant import Family, Variant
 
 # A thread of an NVIDIA GPU has 255 registers, one of CDNA 512 (256 of them accumulators).
@@ -15,6 +15,8 @@ def why_not(variant: Variant, cell: Cell, device: Device) -> str | None:
     """Why a variant cannot be right or fast for a cell on a device; None where nothing speaks against it."""
     if variant.family is Family.TRITON:
         return _loads(variant, cell, device) or _determinism(variant, cell) or _tiles(variant, cell, device)
+    if variant.family is Family.GLUON_SM90:
+        return hopper.why_not(variant, cell, device.shared_bytes)
     if variant.family is Family.TORCH_TILED:
         return _rows(variant, cell)
     return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from autoflash.device import Device, DeviceKind
 from autoflash.problem import Cell, DType, Pass
+from autoflash.space import hopper
 from autoflash.trial import Resources
 from autoflash.variant import Family, Variant
 
@@ -152,6 +153,8 @@ def score(variant: Variant, cell: Cell, device: Device, resources: Resources | N
     """
     if variant.family is Family.TORCH_TILED:
         return _portable_score(variant, cell, device)
+    if variant.family is Family.GLUON_SM90:
+        return hopper.score(variant, cell, resources)
     parts = [_tile_score(tile, cell, device, resources) for tile in tiles(variant, cell)]
     if not parts:
         return 0.0

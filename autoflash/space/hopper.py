@@ -1,0 +1,156 @@
+"""The search space of the Hopper family: what its templates can be asked for, and what is likely to be fast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autoflash.problem import Cell, DType, Mask, Pass
+from autoflash.space.knob import Knob, Part
+from autoflash.trial import Resources
+from autoflash.variant import Choice, Variant
+
+MAX_HEAD_DIM = 256
+MAX_HEAD_DIM_BACKWARD = 128
+
+_ROWS = 64
+_KEYS = 128
+
+
+def width(cell: Cell) -> int:
+    """Head dimension as a tile sees it: a power of two of at least one swizzled row."""
+    return max(64, 1 << (cell.head_dim - 1).bit_length())
+
+
+def knobs(cell: Cell) -> tuple[Knob, ...]:
+    """Structure and config knobs of the family for a cell."""
+    return _forward_knobs(cell) if cell.op is Pass.FORWARD else _backward_knobs()
+
+
+def default(cell: Cell) -> dict[str, Choice]:
+    """The choices that were fastest on an H200 for the head dimension, as a start."""
+    if cell.op is Pass.BACKWARD:
+        return {"BLOCK_M": 128 if width(cell) == 64 else 64}
+    large = width(cell) > 128
+    return {
+        "q_operand": "shared" if large else "registers",
+        "exponentials": "whole" if large else "halves",
+        "output": "direct" if large else "tma",
+        "schedule": "ticketed" if cell.mask is Mask.CAUSAL else "round_robin",
+        "BLOCK_N": 64 if large else 128,
+    }
+
+
+def why_not(variant: Variant, cell: Cell, shared_bytes: int) -> str | None:
+    """Why a variant cannot be right or fast for a cell, on a device with so much shared memory for a block."""
+    if cell.dtype is DType.FP32:
+        return "the family computes in fp16 and bf16"
+    if cell.head_dim != cell.head_dim_v or cell.head_dim % 8 or cell.head_dim > MAX_HEAD_DIM:
+        return f"the family takes equal head dims, multiples of 8 up to {MAX_HEAD_DIM}"
+    if cell.op is Pass.BACKWARD:
+        return _backward_why_not(variant, cell, shared_bytes)
+    return _forward_why_not(variant, cell, shared_bytes)
+
+
+def shared_need(variant: Variant, cell: Cell) -> int:
+    """Bytes of shared memory of the main kernel's tiles, without barriers."""
+    config, columns = variant.config, width(cell)
+    if cell.op is Pass.BACKWARD:
+        block_m = config.number("BLOCK_M")
+        ring = (config.number("q_stages") + config.number("do_stages")) * block_m
+        chunk = columns // 2 if block_m == _ROWS else columns
+        return (2 * _KEYS + ring) * columns * 2 + 4 * _ROWS * block_m * 2 + 2 * chunk * _ROWS * 4
+    consumers = variant.structure.number("consumers")
+    held = 2 if variant.structure["output"] == "tma" else 1
+    keys_and_values = 2 * config.number("num_stages") * config.number("BLOCK_N")
+    return (held * consumers * _ROWS + keys_and_values) * columns * 2
+
+
+def score(variant: Variant, cell: Cell, resources: Resources | None) -> float:
+    """A rank for candidates before any is timed; the weights follow the paired measurements on an H200."""
+    spills = resources.spill_bytes if resources is not None else 0
+    rank = -0.2 - 0.002 * spills if spills else 0.0
+    config, structure = variant.config, variant.structure
+    if cell.op is Pass.BACKWARD:
+        rank += 0.5 if config["BLOCK_M"] == (128 if width(cell) == 64 else 64) else 0.0
+        rank += 0.1 if structure["dv_issue"] == "after_dp" else 0.0
+        return rank + 0.02 * (config.number("q_stages") + config.number("do_stages"))
+    consumers = structure.number("consumers")
+    is_short = cell.q_bucket <= 10
+    preferred = 3 if width(cell) == 64 and not is_short else 2
+    rank += {0: 0.5, 1: 0.2}.get(abs(consumers - preferred), 0.0)
+    rank += 0.5 if config["BLOCK_N"] == (128 if width(cell) <= 128 else 64) else 0.0
+    rank += 0.2 if structure["exponentials"] == ("halves" if consumers < 3 else "whole") else 0.0
+    rank += 0.2 if structure["output"] == "tma" else 0.0
+    rank += 0.2 if structure["q_operand"] == "registers" else 0.0
+    rank += 0.3 if structure["schedule"] == "ticketed" else 0.0
+    rank += 0.2 if config["persistent"] == 1 else 0.0
+    return rank + 0.02 * config.number("num_stages")
+
+
+def _forward_knobs(cell: Cell) -> tuple[Knob, ...]:
+    structure, config = Part.STRUCTURE, Part.CONFIG
+    causal = cell.mask is Mask.CAUSAL
+    return (
+        Knob(name="consumers", part=structure, values=(1, 2, 3), default=2),
+        Knob(name="q_operand", part=structure, values=("registers", "shared"), default="registers"),
+        Knob(name="exponentials", part=structure, values=("whole", "halves"), default="halves"),
+        Knob(name="ping_pong", part=structure, values=("off", "on"), default="off", applies=_take_turns),
+        Knob(
+            name="schedule",
+            part=structure,
+            # Drawing tickets costs 2 % where all tiles are equal.
+            values=("round_robin", "ticketed") if causal else ("round_robin",),
+            default="round_robin",
+        ),
+        Knob(name="output", part=structure, values=("tma", "direct"), default="tma"),
+        Knob(name="BLOCK_N", part=config, values=(64, 128), default=128),
+        Knob(name="num_stages", part=config, values=(2, 3, 4), default=2),
+        Knob(name="persistent", part=config, values=(0, 1), default=1),
+    )
+
+
+def _backward_knobs() -> tuple[Knob, ...]:
+    structure, config = Part.STRUCTURE, Part.CONFIG
+    return (
+        Knob(name="dv_issue", part=structure, values=("after_dp", "before_dp"), default="after_dp"),
+        Knob(name="BLOCK_M", part=config, values=(64, 128), default=64),
+        Knob(name="q_stages", part=config, values=(2, 3), default=2),
+        Knob(name="do_stages", part=config, values=(2, 3), default=2),
+    )
+
+
+def _take_turns(choices: Mapping[str, Choice]) -> bool:
+    return choices["consumers"] != 1
+
+
+def _forward_why_not(variant: Variant, cell: Cell, shared_bytes: int) -> str | None:
+    structure, config, columns = variant.structure, variant.config, width(cell)
+    consumers = structure.number("consumers")
+    if consumers > 1 and (consumers - 1) * _ROWS >= max(_ROWS, 2**cell.q_bucket):
+        return f"{consumers} consumers of {_ROWS} rows for at most {2**cell.q_bucket} queries"
+    if structure["schedule"] == "ticketed" and not config.number("persistent"):
+        return "tickets are for a grid that stays"
+    if config.number("BLOCK_N") * columns > 128 * 128:
+        return "scores and output of so large a block are more registers than a consumer has"
+    if structure["q_operand"] == "registers" and (columns > 128 or consumers == 3):
+        return "there are no registers left for Q"
+    if consumers == 3 and columns > 64:
+        return "three consumers have registers for head dims up to 64"
+    return _too_large(variant, cell, shared_bytes)
+
+
+def _backward_why_not(variant: Variant, cell: Cell, shared_bytes: int) -> str | None:
+    if cell.deterministic:
+        return "dQ is added up in any order: it is not deterministic"
+    if cell.head_dim > MAX_HEAD_DIM_BACKWARD:
+        return f"two accumulators leave registers for head dims up to {MAX_HEAD_DIM_BACKWARD}"
+    if variant.config.number("BLOCK_M") * width(cell) > 128 * 64:
+        return "scores of so large a tile are more registers than a consumer has"
+    return _too_large(variant, cell, shared_bytes)
+
+
+def _too_large(variant: Variant, cell: Cell, shared_bytes: int) -> str | None:
+    need = shared_need(variant, cell)
+    # Two thread blocks of one consumer are to share a multiprocessor.
+    limit = shared_bytes // 2 if variant.structure.get("consumers") == 1 else shared_bytes
+    return f"the tiles need {need} bytes of shared memory, there are {limit}" if need + 1024 > limit else None
