@@ -5,22 +5,16 @@ Tiles are small, so that few elements make many tiles.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
+from autoflash.evaluate import reference
 from autoflash.problem import Alignment, DType, Mask
 from autoflash.runtime.probe import probe
 from tests.gradients import assert_gradients, backward_problem, make_inputs, make_variant, masks, run
 
-pytestmark = [
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are interpreted only where TRITON_INTERPRET=1"
-    ),
-    # Triton 3.6's interpreter takes arrays of one element for numbers.
-    pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning"),
-]
+# Triton 3.6's interpreter takes arrays of one element for numbers.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning")
 
 LOOP_ORDERS = ["split", "fused", "key_outer"]
 CPU = probe("cpu")
@@ -82,7 +76,7 @@ def test_any_head_dim_matches_the_specification(head_dims: tuple[int, int]) -> N
 
 
 @pytest.mark.parametrize("mask", list(Mask))
-@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (1, 1), (1, 130), (130, 1), (63, 64), (64, 17)])
+@pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (1, 1), (1, 130), (130, 1), (63, 64), (64, 17), (33, 63)])
 def test_any_length_matches_the_specification(lengths: tuple[int, int], mask: Mask) -> None:
     problem = backward_problem(
         dtype=DType.FP32, head_dim=16, heads=1, seqlen_q=lengths[0], seqlen_k=lengths[1], mask=mask
@@ -101,6 +95,24 @@ def test_rows_that_see_no_key_give_nothing_whatever_their_upstream_gradients(loo
     got = run(make_variant(loop_order), problem, inputs.replace(dlse=inputs.dlse.masked_fill(blind, torch.nan)), CPU)
     assert_gradients(got, problem, inputs)
     assert (got[0][blind] == 0).all()
+
+
+# What overflows is hidden afterwards, or belongs to rows that are not stored.
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("loads", ["pointer", "tma"])
+@pytest.mark.parametrize("loop_order", LOOP_ORDERS)
+def test_keys_beyond_the_end_take_no_part_where_their_score_of_zero_would_be_the_highest(
+    loop_order: str, loads: str
+) -> None:
+    problem = backward_problem(dtype=DType.FP32, head_dim=16, heads=1, seqlen_q=20, seqlen_k=20)
+    inputs = make_inputs(problem)
+    # Every score is near -200: exp(0 - LSE) overflows.
+    q, k = torch.full_like(inputs.q, 3.5), inputs.k * 0.1 - 14.0
+    out, lse = reference.attention(q, k, inputs.v, return_lse=True)
+    assert (lse < -150).all()
+    inputs = inputs.replace(q=q, k=k, out=out.float(), lse=lse.float())
+    got = run(make_variant(loop_order, loads), problem, inputs, CPU)
+    assert_gradients(got, problem, inputs)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.7, 3.0])
