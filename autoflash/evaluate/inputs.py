@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from autoflash.problem import DType, Problem
+from autoflash.problem import DType, Pass, Problem
 
 TORCH_TYPES = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
 
@@ -118,10 +118,20 @@ def _plant(q: Tensor, k: Tensor, problem: Problem, scale: float) -> None:
         target = torch.where(turn % 3 == 1, edge, torch.where(turn % 3 == 2, edge + 1, target)).clamp(0, seqlen_k - 1)
     group = heads // problem.kv_heads
     keys = k.repeat_interleave(group, dim=1).gather(2, target[..., None].expand(-1, -1, -1, head_dim))
-    # The score of the key itself; those of the others lie around 0 with a deviation of 1/sqrt(D) of it.
-    strength = 8.0 / max(1.0 - 3.3 / math.sqrt(head_dim), 0.5)
+    strength = _strength(problem)
     towards = keys * (strength / (scale * (keys * keys).sum(dim=-1, keepdim=True)))
     q[planted] = towards[planted]
+
+
+def _strength(problem: Problem) -> float:
+    """Score of a planted key for its row; those of other keys lie around 0, with a deviation of 1/sqrt(D) of it."""
+    if problem.dtype is DType.FP32:
+        # The limits are so narrow that a weight of some percent shows; more would only magnify rounding.
+        return 3.0
+    if problem.op is Pass.BACKWARD:
+        # About half of the row's weight: a softmax that one key has all of passes no gradient on, only rounding.
+        return max(math.log(problem.seqlen_k), 1.0)
+    return 8.0 / max(1.0 - 3.3 / math.sqrt(problem.head_dim), 0.5)
 
 
 class Guarded:
@@ -168,7 +178,7 @@ class Guarded:
 def _layout(values: Tensor, memory: Memory) -> tuple[tuple[int, ...], int]:
     """Strides and offset in elements."""
     rank = values.dim()
-    batch, heads, seqlen = values.shape[:3]
+    heads, seqlen = values.shape[1:3]
     width = values.shape[3] if rank == 4 else 1
     if memory is Memory.BSHD:
         strides, offset = (seqlen * heads * width, width, heads * width, 1), 0

@@ -131,6 +131,65 @@ def plain(
     return p @ v.repeat_interleave(group, dim=1), lse
 
 
+def plain_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`plain` by autograd, in the dtype of the inputs."""
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    out, lse = plain(*leaves, causal=causal, scale=scale)
+    roots, seeds = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+    dq, dk, dv = torch.autograd.grad(roots, leaves, seeds)
+    return dq, dk, dv
+
+
+def magnitude(q: Tensor, k: Tensor, v: Tensor, *, causal: Causal = False, scale: float | None = None) -> Tensor:
+    """What the rounding of the output is proportional to, [B, H, M, D_V] in float64.
+
+    It is the sum that makes up the output with every term taken absolutely, and a probability counted as often as
+    the terms of its score add up to: the rounding of a score is a relative error of its exponential.
+    """
+    _check(q, k, v)
+    diagonal, scale = _diagonal(causal, q, k), _scale(scale, q)
+    keys, values = k.double(), v.double()
+    out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=torch.float64)
+    for rows in _chunks(q, k):
+        p = _weights(_grouped(q[:, :, rows].double(), k), keys, rows, diagonal, scale)  # [B, H_KV, G * m, N]
+        out[:, :, rows] = _ungrouped(p @ values.abs(), q)
+    return out
+
+
+def gradient_magnitudes(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, *, causal: Causal = False, scale: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`magnitude`, for dq, dk and dv.
+
+    Where one key is visible, for example, dq is exactly 0 as the difference of two equal numbers, and this is not.
+    """
+    _check(q, k, v)
+    diagonal, scale = _diagonal(causal, q, k), _scale(scale, q)
+    keys, values = k.double(), v.double()
+    dq = torch.zeros_like(q, dtype=torch.float64, memory_format=torch.contiguous_format)
+    dk = torch.zeros_like(k, dtype=torch.float64, memory_format=torch.contiguous_format)
+    dv = torch.zeros_like(v, dtype=torch.float64, memory_format=torch.contiguous_format)
+
+    for rows in _chunks(q, k):
+        queries, douts = (_grouped(tensor[:, :, rows].double(), k) for tensor in (q, dout.abs()))
+        p = _weights(queries, keys, rows, diagonal, scale)  # [B, H_KV, G * m, N]
+        dp = douts @ values.abs().mT
+        ds = p * dp + p * (p * dp).sum(dim=-1, keepdim=True)
+        dq[:, :, rows] = _ungrouped(ds @ keys.abs(), q) * abs(scale)
+        dk += ds.mT @ queries.abs() * abs(scale)
+        dv += p.mT @ douts
+    return dq, dk, dv
+
+
 def visible_keys(q: Tensor, k: Tensor, *, causal: Causal = False) -> Tensor:
     """How many keys each query sees, [M] int64."""
     diagonal = _diagonal(causal, q, k)
@@ -201,3 +260,10 @@ def _scores(queries: Tensor, keys: Tensor, rows: slice, diagonal: int | None, sc
 def _probabilities(s: Tensor, row_lse: Tensor) -> Tensor:
     """Softmax of the scores; a row whose log-sum-exp is -inf (no key) becomes 0 and not NaN."""
     return torch.exp(s - row_lse.masked_fill(row_lse == -math.inf, 0.0))
+
+
+def _weights(queries: Tensor, keys: Tensor, rows: slice, diagonal: int | None, scale: float) -> Tensor:
+    """Probabilities, each times one more than the sum of the absolute terms of its score."""
+    s = _scores(queries, keys, rows, diagonal, scale)
+    p = _probabilities(s, torch.logsumexp(s, dim=-1, keepdim=True))
+    return p * (1.0 + queries.abs() @ keys.abs().mT * abs(scale))

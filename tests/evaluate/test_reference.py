@@ -103,6 +103,35 @@ def test_plain_rounds_each_step_and_sets_blind_rows_to_zero(dtype):
     assert torch.equal(lse == -math.inf, exact_lse == -math.inf)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_plain_gradients_err_by_a_few_roundings_and_are_zero_in_blind_rows(dtype, with_lse):
+    q, k, v = draw(seqlen_q=13, seqlen_k=9, dtype=dtype)
+    out, lse = reference.attention(q, k, v, causal=True, return_lse=True)
+    dout, dlse = torch.randn_like(out).to(dtype), torch.randn_like(lse).float() if with_lse else None
+
+    grads = reference.plain_gradients(q, k, v, dout, dlse, causal=True)
+
+    for grad, exact in zip(grads, reference.gradients(q, k, v, dout, dlse, causal=True), strict=True):
+        assert grad.dtype == dtype
+        assert 0 < (grad - exact).abs().max() < 50 * torch.finfo(dtype).eps
+    assert torch.equal(grads[0][:, :, :4], torch.zeros_like(q[:, :, :4]))
+
+
+def test_gradient_magnitudes_bound_the_gradients_and_see_what_cancels():
+    q, k, v = draw(seqlen_q=13, seqlen_k=9)
+    one_key = (q, k[:, :, :1], v[:, :, :1])
+    dout = torch.randn_like(reference.attention(q, k, v))
+
+    magnitudes = reference.gradient_magnitudes(q, k, v, dout, causal=True, scale=-0.3)
+
+    grads = reference.gradients(q, k, v, dout, causal=True, scale=-0.3)
+    assert (reference.magnitude(q, k, v, causal=True) >= reference.attention(q, k, v, causal=True).abs()).all()
+    assert all((most >= grad.abs()).all() for most, grad in zip(magnitudes, grads, strict=True))
+    assert reference.gradients(*one_key, dout)[0].abs().max() < 1e-12
+    assert reference.gradient_magnitudes(*one_key, dout)[0].mean() > 0.1
+
+
 def test_visible_keys_counts_what_each_query_sees():
     q, k, _ = draw(seqlen_q=5, seqlen_k=3)
 
