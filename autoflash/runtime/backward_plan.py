@@ -108,8 +108,8 @@ class _Planner:
         self._padded_q = padded_rows(problem, variant)
         self._stream_rows = _stream_rows(problem)
         self._widths: dict[str, Constant] = {
-            "D": problem.head_dim,
-            "D_V": problem.head_dim_v,
+            "HEAD_DIM": problem.head_dim,
+            "HEAD_DIM_V": problem.head_dim_v,
             "BLOCK_D": block_dim(problem.head_dim),
             "BLOCK_DV": block_dim(problem.head_dim_v),
         }
@@ -127,8 +127,8 @@ class _Planner:
             (NumberArgument(name="scale", type="fp32"), scale),
             (NumberArgument(name="log2_scale", type="fp32"), scale * _LOG2_E),
             (NumberArgument(name="kv_heads"), problem.kv_heads),
-            (NumberArgument(name="seqlen_q", multiple_of=16 if even_m else 1), problem.seqlen_q),
-            (NumberArgument(name="seqlen_k", multiple_of=16 if even_n else 1), problem.seqlen_k),
+            (NumberArgument(name="n_q", multiple_of=16 if even_m else 1), problem.seqlen_q),
+            (NumberArgument(name="n_kv", multiple_of=16 if even_n else 1), problem.seqlen_k),
             (NumberArgument(name="padded_q", multiple_of=16), self._padded_q),
             (NumberArgument(name="diagonal"), problem.diagonal),
         ]
@@ -136,14 +136,14 @@ class _Planner:
     def preprocess(self, has_dlse: bool) -> Step:
         """Base-2 LSE and delta of every row; zeroes the accumulator, if there is one."""
         problem = self._problem
-        names = ["D_V", "BLOCK_DV", *(["D", "BLOCK_D"] if self._is_key_outer else [])]
+        names = ["HEAD_DIM_V", "BLOCK_DV", *(["HEAD_DIM", "BLOCK_D"] if self._is_key_outer else [])]
         return self._step(
             "backward_preprocess",
             [_Use(tensor=name, parameter=f"{name}_ptr") for name in ("out", "dout", "lse", "dlse", "log2_sum", "delta")]
             + ([_Use(tensor="acc", parameter="acc_ptr")] if self._is_key_outer else []),
             [
                 (NumberArgument(name="heads"), problem.heads),
-                (NumberArgument(name="seqlen_q"), problem.seqlen_q),
+                (NumberArgument(name="n_q"), problem.seqlen_q),
                 (NumberArgument(name="padded_q", multiple_of=16), self._padded_q),
                 (NumberArgument(name="has_dlse"), int(has_dlse)),
             ],
@@ -212,9 +212,9 @@ class _Planner:
             [
                 self._shared_numbers[0],
                 (NumberArgument(name="heads"), problem.heads),
-                (NumberArgument(name="seqlen_q"), problem.seqlen_q),
+                (NumberArgument(name="n_q"), problem.seqlen_q),
             ],
-            {"D": self._widths["D"], "BLOCK_D": self._widths["BLOCK_D"], "ROWS": self._stream_rows},
+            {"HEAD_DIM": self._widths["HEAD_DIM"], "BLOCK_D": self._widths["BLOCK_D"], "ROWS": self._stream_rows},
             problem.batch * problem.heads * self._tiles(problem.seqlen_q, self._stream_rows),
             _STREAM_WARPS,
             1,
