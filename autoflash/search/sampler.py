@@ -5,9 +5,10 @@ The study lives in memory and holds nothing that the database does not: it is fi
 
 from __future__ import annotations
 
+import heapq
 import math
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from autoflash.trial import Status
 from autoflash.variant import Choice, Choices, Family, Variant
 
 # How many suggestions in a row may be known or impossible before the ranking decides instead.
-_PATIENCE = 3
+_PATIENCE = 2
 # What a tiling loses in the ranking each time that a variant with the same numbers was asked for.
 _SAME_CONFIG_PENALTY = 0.35
 
@@ -72,6 +73,7 @@ class Sampler:
         self._family = family
         self._knobs = tuple(knobs)
         self._open = dict(scores)
+        self._index = {variant: index for index, variant in enumerate(scores)}
         self._first = [variant for variant in dict.fromkeys(first) if variant in self._open]
         self._budget = budget
         self._told: dict[Variant, Feedback] = {}
@@ -79,6 +81,7 @@ class Sampler:
         self._pending: dict[Variant, optuna.Trial] = {}
         self._same_config: Counter[Choices] = Counter()
         self._facts: set[Variant] = set()
+        self._places: dict[Variant, tuple[Choice | None, ...]] = {}
         self._turn = 0
         self._outside = 0
         with warnings.catch_warnings():
@@ -119,15 +122,34 @@ class Sampler:
 
     def plan(self, count: int) -> list[Variant]:
         """The variants worth compiling ahead: the first ones, then the best by score, spread over tilings."""
-        chosen = [variant for variant in self._first if variant in self._open]
-        same = Counter(variant.config for variant in chosen)
-        rest = {variant: score for variant, score in self._open.items() if variant not in set(chosen)}
-        while rest and len(chosen) < count:
-            best = max(rest, key=lambda v: rest[v] - _SAME_CONFIG_PENALTY * same[v.config])
-            del rest[best]
-            same[best.config] += 1
-            chosen.append(best)
-        return chosen[:count]
+        chosen = [variant for variant in self._first if variant in self._open][:count]
+        seen = Counter(variant.config for variant in chosen)
+        by_config: dict[Choices, deque[Variant]] = {}
+        for variant in sorted(self._open.keys() - set(chosen), key=self._order):
+            by_config.setdefault(variant.config, deque()).append(variant)
+        # One entry for each tiling: its best variant, at what that is worth after those chosen before it.
+        heap = [self._entry(queue[0], seen) for queue in by_config.values()]
+        heapq.heapify(heap)
+        while heap and len(chosen) < count:
+            variant = heapq.heappop(heap)[2]
+            chosen.append(variant)
+            seen[variant.config] += 1
+            queue = by_config[variant.config]
+            queue.popleft()
+            if queue:
+                heapq.heappush(heap, self._entry(queue[0], seen))
+        return chosen
+
+    def _order(self, variant: Variant) -> tuple[float, int]:
+        """Best score first; of equals, in the order of the space."""
+        return (-self._open[variant], self._index[variant])
+
+    def _entry(self, variant: Variant, seen: Counter[Choices]) -> tuple[float, int, Variant]:
+        return (
+            _SAME_CONFIG_PENALTY * seen[variant.config] - self._open[variant],
+            self._index[variant],
+            variant,
+        )
 
     def skip(self, variant: Variant) -> None:
         """Take back what was asked, untried: another process is at it, or has done it and will be heard of."""
@@ -204,14 +226,22 @@ class Sampler:
         return None
 
     def _steps(self, one: Variant, other: Variant) -> int:
-        a, b = {**one.structure, **one.config}, {**other.structure, **other.config}
+        """How many steps lie between two variants; 2 stands for any larger number."""
         steps = 0
-        for knob in self._knobs:
-            if knob.name in a and knob.name in b and a[knob.name] != b[knob.name]:
-                steps += knob.distance(a[knob.name], b[knob.name])
+        for knob, a, b in zip(self._knobs, self._place(one), self._place(other), strict=True):
+            if a != b and a is not None and b is not None:
+                steps += knob.distance(a, b)
                 if steps > 1:
-                    break
+                    return 2
         return steps
+
+    def _place(self, variant: Variant) -> tuple[Choice | None, ...]:
+        """A variant's choices in the order of the knobs; None for one that it lacks."""
+        place = self._places.get(variant)
+        if place is None:
+            flat = {**variant.structure, **variant.config}
+            place = self._places[variant] = tuple(flat.get(knob.name) for knob in self._knobs)
+        return place
 
     def _suggested(self) -> Variant | None:
         """Optuna's suggestion, when it is one that may be tried."""
@@ -228,7 +258,7 @@ class Sampler:
                 else:
                     value = trial.suggest_categorical(knob.name, knob.values)
                     assert value is not None
-                    choices[knob.name] = knob.values[knob.values.index(value)]  # type: ignore[arg-type]  # Optuna's type allows floats
+                    choices[knob.name] = knob.values[knob.values.index(value)]
             structure, config = split(self._knobs, choices)
             variant = Variant(family=self._family, structure=structure, config=config)
             if variant in self._open:
