@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import optuna
-from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import TrialState
 
 from autoflash.space.knob import Knob, split
@@ -253,8 +253,6 @@ class Sampler:
                     choices[knob.name] = knob.default
                 elif len(knob.values) == 1:
                     choices[knob.name] = knob.values[0]
-                elif _is_ordered(knob):
-                    choices[knob.name] = knob.values[trial.suggest_int(knob.name, 0, len(knob.values) - 1)]
                 else:
                     value = trial.suggest_categorical(knob.name, knob.values)
                     assert value is not None
@@ -281,20 +279,15 @@ class Sampler:
         for knob in self._knobs:
             if len(knob.values) == 1 or not knob.applies(flat):
                 continue
-            if _is_ordered(knob):
-                params[knob.name] = knob.values.index(flat[knob.name])
-                distributions[knob.name] = IntDistribution(0, len(knob.values) - 1)
-            else:
-                params[knob.name] = flat[knob.name]
-                distributions[knob.name] = CategoricalDistribution(knob.values)
+            params[knob.name] = flat[knob.name]
+            distributions[knob.name] = CategoricalDistribution(knob.values)
         return params, distributions
 
 
-def _is_ordered(knob: Knob) -> bool:
-    return all(isinstance(value, int) and not isinstance(value, bool) for value in knob.values)
-
-
 def _quiet_sampler(seed: int) -> optuna.samplers.BaseSampler:
-    """Optuna's tree-structured Parzen estimator; its log about every study is not for our users."""
+    """Optuna's tree-structured Parzen estimator; its log about every study is not for our users.
+
+    It sees every knob as a category: with four values each, an order says little, and costs most of its time.
+    """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna.samplers.TPESampler(seed=seed, n_startup_trials=1, constant_liar=True)
