@@ -96,6 +96,8 @@ class Prepared:
         if _has_no_work(q, k, v):
             dq, dk, dv = into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
             return dq.zero_(), dk.zero_(), dv.zero_()
+        if self._problem is None:
+            return self._vendor_backward(q, k, v, dout, into)
         dout = _regular(dout, out)
         dlse = dlse.contiguous() if dlse is not None else None
         key = (dout.stride(), dout.data_ptr() % 16, out.stride(), dlse is None)
@@ -108,6 +110,16 @@ class Prepared:
         """The forward pass, recorded for autograd."""
         pair: Pair = _Attention.apply(q, k, v, self)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
         return pair
+
+    def _vendor_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, into: tuple[Tensor, ...]) -> Triple:
+        """A vendor's backward where autograd did not see its forward: run that again."""
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out, _ = self.forward(*leaves)
+            dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+        if into:
+            dq, dk, dv = (given.copy_(gradient) for given, gradient in zip(into, (dq, dk, dv), strict=True))
+        return dq, dk, dv
 
     def _first_backward(
         self,
@@ -227,18 +239,16 @@ def prepare(
             prepared.run = prepared.differentiable
         return prepared, prepared.run(q, k, v)
     problem = problem_of_tensors(q, k, v, options, Pass.FORWARD)
-    candidates, backwards = ladders(resolver, q, k, v, options)
+    candidates, backwards = ladders(resolver, q, k, v, options, differentiable=differentiable)
 
     def run(executable: Executable) -> tuple[Prepared, Pair]:
         call = _on_device(executable.prepare_forward(problem, q, k, v, options.scale), q.device)
         prepared = Prepared(resolver, options, call)
-        is_vendor = executable.variant.family is Family.VENDOR
-        if options.training:
-            own = tuple(c for c in candidates if is_vendor and c.variant == executable.variant)
-            prepared.train_with(problem_of_tensors(q, k, v, options, Pass.BACKWARD), (*own, *backwards))
-        if options.training and differentiable and not is_vendor:
-            prepared.run = prepared.differentiable
         # A vendor's call is made of torch's operations, which autograd knows by itself.
+        if options.training and executable.variant.family is not Family.VENDOR:
+            prepared.train_with(problem_of_tensors(q, k, v, options, Pass.BACKWARD), backwards)
+            if differentiable:
+                prepared.run = prepared.differentiable
         return prepared, prepared.run(q, k, v)
 
     resolution, (prepared, result) = resolver.first_call(problem, candidates, (q, k, v), run, capturing=is_capturing(q))
@@ -247,21 +257,27 @@ def prepare(
 
 
 def ladders(
-    resolver: Resolver, q: Tensor, k: Tensor, v: Tensor, options: Options
+    resolver: Resolver, q: Tensor, k: Tensor, v: Tensor, options: Options, *, differentiable: bool = True
 ) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
-    """Candidates for the forward pass and, when training, for a generated backward."""
+    """Candidates for the forward pass and, when training, for a generated backward.
+
+    Args:
+        resolver: Knows the records.
+        q: [B, H, M, D].
+        k: [B, H_KV, N, D].
+        v: [B, H_KV, N, D_V].
+        options: The other arguments.
+        differentiable: Autograd records a vendor's forward; where not, its backward has to run it again.
+    """
     problem = problem_of_tensors(q, k, v, options, Pass.FORWARD)
+    if options.return_lse and options.vendor is VendorPolicy.ONLY:
+        raise UnsupportedError("return_lse is not possible with vendor='only': torch's kernels give no LSE")
+    # No vendor kernel gives the LSE.
+    vendor = VendorPolicy.NEVER if options.return_lse else options.vendor
     if not options.training:
-        return resolver.inference(problem, q.device, options.vendor), ()
+        return resolver.inference(problem, q.device, vendor), ()
     backward = problem_of_tensors(q, k, v, options, Pass.BACKWARD)
-    forwards, backwards = resolver.training(problem, backward, q.device, options.vendor)
-    if options.return_lse:
-        if options.vendor is VendorPolicy.ONLY:
-            raise UnsupportedError(
-                "vendor='only' cannot give an LSE with a gradient: use vendor='allow', or torch.no_grad()"
-            )
-        forwards = tuple(candidate for candidate in forwards if candidate.variant.family is not Family.VENDOR)
-    return forwards, backwards
+    return resolver.training(problem, backward, q.device, vendor, vendor_forwards=1 if differentiable else 2)
 
 
 def is_capturing(tensor: Tensor) -> bool:

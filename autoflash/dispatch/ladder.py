@@ -81,13 +81,21 @@ def inference_ladder(cell: Cell, here: Here, table: Table, policy: VendorPolicy)
 
 
 def training_ladders(
-    forward: Cell, backward: Cell, here: Here, table: Table, policy: VendorPolicy
+    forward: Cell, backward: Cell, here: Here, table: Table, policy: VendorPolicy, *, vendor_forwards: int = 1
 ) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
     """Candidates for a forward pass and its backward, best first.
 
     A vendor's forward pairs with its own backward, so generated kernels go first where the sum of both passes was
     measured at least as fast. The second ladder serves generated forwards and holds no vendor kernel, unless only
     those are allowed.
+
+    Args:
+        forward: Cell of the forward pass.
+        backward: Cell of its backward.
+        here: The device.
+        table: The records.
+        policy: Whether vendor kernels may serve.
+        vendor_forwards: How often a vendor's forward runs for one backward.
     """
     tuned, fallbacks = _tuned(forward, here, table), _fallbacks(forward, here)
     tuned_backward = _tuned(backward, here, table)
@@ -97,18 +105,19 @@ def training_ladders(
     vendors = _vendors(forward, here, tuned_backward or tuned)
     if policy is VendorPolicy.ONLY:
         return vendors, vendors
-    if tuned and tuned_backward and _sum_beats_vendor(tuned[0], tuned_backward[0]):
+    if tuned and tuned_backward and _sum_beats_vendor(tuned[0], tuned_backward[0], vendor_forwards):
         return (*tuned, *vendors, *fallbacks), backwards
     return (*vendors, *tuned, *fallbacks), backwards
 
 
-def _sum_beats_vendor(forward: Candidate, backward: Candidate) -> bool:
+def _sum_beats_vendor(forward: Candidate, backward: Candidate, vendor_forwards: int) -> bool:
     if forward.ranked is None or backward.ranked is None:
         return False
     if forward.vendor_us is None or backward.vendor_us is None:
         # No vendor kernel could do one of the passes when they were timed.
         return True
-    return forward.ranked.median_us + backward.ranked.median_us <= forward.vendor_us + backward.vendor_us
+    vendor_us = vendor_forwards * forward.vendor_us + backward.vendor_us
+    return forward.ranked.median_us + backward.ranked.median_us <= vendor_us
 
 
 def _tuned(cell: Cell, here: Here, table: Table) -> tuple[Candidate, ...]:

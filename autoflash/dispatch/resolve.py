@@ -121,11 +121,17 @@ class Resolver:
         return inference_ladder(self.cell(problem, device), self.here(device), self.table, policy)
 
     def training(
-        self, problem: Problem, backward: Problem, device: torch.device, policy: VendorPolicy
+        self,
+        problem: Problem,
+        backward: Problem,
+        device: torch.device,
+        policy: VendorPolicy,
+        *,
+        vendor_forwards: int = 1,
     ) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
-        """The ladders of a forward pass and of its backward."""
+        """The ladders of a forward pass and of its backward; see :func:`training_ladders`."""
         cells = self.cell(problem, device), self.cell(backward, device)
-        return training_ladders(*cells, self.here(device), self.table, policy)
+        return training_ladders(*cells, self.here(device), self.table, policy, vendor_forwards=vendor_forwards)
 
     def first_call(
         self,

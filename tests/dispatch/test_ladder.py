@@ -15,7 +15,9 @@ from autoflash.trial import Decision, Tier
 from autoflash.variant import Family
 from tests.factories import make_cell, make_decision, make_device, make_environment, make_ranked, make_variant
 
-GPU = Here(device=make_device(), environment=make_environment())
+# A device with one compiled family.
+DEVICE = make_device("sm_80")
+GPU = Here(device=DEVICE, environment=make_environment(device=DEVICE))
 CELL = make_cell()
 BACKWARD = make_cell(op=Pass.BACKWARD)
 CUDNN = make_variant(Family.VENDOR)
@@ -29,6 +31,7 @@ def recorded(
         make_ranked(variant=make_variant(op=cell.op, loads="tma"), median_us=generated_us),
         make_ranked(variant=make_variant(op=cell.op), median_us=generated_us + 15.0),
     ]
+    options.setdefault("environment", GPU.environment)
     return make_decision(cell=cell, choices=choices, vendor=vendor, **options)  # type: ignore[arg-type]
 
 
@@ -74,7 +77,7 @@ def test_the_vendor_goes_first_where_it_was_measured_faster() -> None:
 
 def test_the_fastest_recorded_vendor_goes_before_the_others() -> None:
     flash = make_variant(Family.VENDOR, backend="flash")
-    decision = make_decision(vendor=make_ranked(variant=flash, median_us=50.0))
+    decision = make_decision(environment=GPU.environment, vendor=make_ranked(variant=flash, median_us=50.0))
 
     candidates = rungs(VendorPolicy.ALLOW, decision)
 
@@ -90,7 +93,7 @@ def test_the_nearest_bucket_serves_and_says_so() -> None:
 
 
 def test_a_record_of_another_triton_is_stale_and_has_to_be_verified() -> None:
-    candidates = rungs(VendorPolicy.NEVER, recorded(environment=make_environment(triton="3.5")))
+    candidates = rungs(VendorPolicy.NEVER, recorded(environment=make_environment(device=DEVICE, triton="3.5")))
 
     assert candidates[0].tier is Tier.STALE
     assert candidates[0].to_verify
@@ -98,7 +101,9 @@ def test_a_record_of_another_triton_is_stale_and_has_to_be_verified() -> None:
 
 
 def test_a_record_of_another_torch_is_not_stale() -> None:
-    candidates = rungs(VendorPolicy.NEVER, recorded(environment=make_environment(torch="2.10.0", driver="1")))
+    candidates = rungs(
+        VendorPolicy.NEVER, recorded(environment=make_environment(device=DEVICE, torch="2.10.0", driver="1"))
+    )
 
     assert candidates[0].tier is Tier.EXACT
     assert not candidates[0].to_verify
@@ -128,6 +133,18 @@ def test_training_compares_the_sum_of_both_passes() -> None:
 
     assert better[0].tier is Tier.EXACT
     assert worse[0].tier is Tier.VENDOR
+
+
+def test_a_vendor_forward_that_runs_twice_costs_twice() -> None:
+    decisions = (recorded(CELL, 140.0), recorded(BACKWARD, 350.0, 300.0))
+
+    once = training_ladders(CELL, BACKWARD, GPU, Table.from_decisions(decisions), VendorPolicy.ALLOW)
+    twice = training_ladders(
+        CELL, BACKWARD, GPU, Table.from_decisions(decisions), VendorPolicy.ALLOW, vendor_forwards=2
+    )
+
+    assert once[0][0].tier is Tier.VENDOR
+    assert twice[0][0].tier is Tier.EXACT
 
 
 def test_training_without_a_tuned_backward_takes_the_vendor() -> None:
