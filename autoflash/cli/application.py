@@ -83,8 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AutoflashError as error:
         click.echo(f"Error: {error}", err=True)
         return USAGE if isinstance(error, (DatabaseError, InvalidProblemError, UnsupportedError)) else FAILED
-    except BrokenPipeError:
-        # The reader (head, less) has seen enough. Python would complain again when it flushes at exit.
+    except (BrokenPipeError, SystemExit):
+        # The reader (head, less) has seen enough: click turns most of these errors into an exit of its own, and
+        # nothing else here into one. Python would complain again when it flushes at exit.
         sys.stdout = None
         return DONE
     finally:

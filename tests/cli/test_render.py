@@ -38,7 +38,7 @@ def test_a_structure_is_named_by_its_choices(run_json: Callable[..., Any]) -> No
 
 
 def test_text_for_an_architecture_that_is_not_here_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["render", "--device", "sm_90", "--set", "loads=tma"]) == 0
+    assert main(["render", "--device", "sm_90", "--family", "triton", "--set", "loads=tma"]) == 0
 
     assert "descriptor" in capsys.readouterr().out
 
@@ -54,7 +54,7 @@ def test_text_for_an_architecture_that_is_not_here_is_printed(capsys: pytest.Cap
 def test_a_choice_that_is_not_offered_is_named(
     setting: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["render", "--device", "sm_90", "--set", setting]) == 2
+    assert main(["render", "--device", "sm_90", "--family", "triton", "--set", setting]) == 2
 
     assert complaint in capsys.readouterr().err
 
