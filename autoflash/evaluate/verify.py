@@ -18,7 +18,7 @@ from torch import Tensor
 from autoflash.device import Device
 from autoflash.evaluate import reference
 from autoflash.evaluate.grid import Case, determinism_case, full_cases, screen_cases
-from autoflash.evaluate.inputs import Guarded, Inputs, Memory, draw
+from autoflash.evaluate.inputs import Guarded, Inputs, Memory, draw, draw_flat
 from autoflash.problem import Pass, Problem
 from autoflash.runtime.executable import Executable
 from autoflash.trial import Level, Verification
@@ -256,7 +256,10 @@ def _expected(case: Case, device: str, has_lse: bool) -> Expected:
     """Inputs, exact results and limits of a case; computed once for all the kernels that are compared on it."""
     problem, scale = case.problem, case.score_scale
     causal: reference.Causal = problem.alignment.value if problem.causal else False
-    inputs = draw(problem, scale, shared=case.shared, device=device)
+    if case.flat:
+        inputs = draw_flat(problem, scale, device=device)
+    else:
+        inputs = draw(problem, scale, shared=case.shared, device=device)
     q, k, v = inputs.q, inputs.k, inputs.v
     out, lse = reference.attention(q, k, v, causal=causal, scale=scale, return_lse=True)
     blind = (reference.visible_keys(q, k, causal=causal) == 0)[:, None]  # [M, 1]

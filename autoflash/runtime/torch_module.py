@@ -42,6 +42,11 @@ class TorchTiled:
         return self._variant
 
     @property
+    def device(self) -> Device:
+        """Where it runs."""
+        return self._device
+
+    @property
     def source_digest(self) -> str:
         """Digest of the rendered text."""
         return self._source.digest

@@ -54,6 +54,11 @@ class Vendor:
         return self._variant
 
     @property
+    def device(self) -> Device:
+        """Where it runs."""
+        return self._device
+
+    @property
     def source_digest(self) -> str:
         """Empty: nothing was rendered."""
         return ""
