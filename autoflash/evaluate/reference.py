@@ -253,7 +253,7 @@ def _scores(queries: Tensor, keys: Tensor, rows: slice, diagonal: int | None, sc
     s = queries @ keys.mT * scale  # [B, H_KV, G * m, N]
     if diagonal is not None:
         hidden = _hidden(rows, keys.shape[2], diagonal, keys.device)
-        s.unflatten(2, (-1, hidden.shape[0])).masked_fill_(hidden, -math.inf)
+        s.view(*s.shape[:2], s.shape[2] // len(hidden), *hidden.shape).masked_fill_(hidden, -math.inf)
     return s
 
 

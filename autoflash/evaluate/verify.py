@@ -268,8 +268,8 @@ def _expected(case: Case, device: str, has_lse: bool) -> Expected:
         plain, plain_lse = reference.plain(q, k, v, causal=causal, scale=scale)
         slack = 2.0 * _largest((plain_lse - lse)[lse > -math.inf]) if problem.tf32 else 0.0
         terms = reference.magnitude(q, k, v, causal=causal, scale=scale)
-        limits = (("out", _limit(out, plain, terms, zero)),)
-        return Expected(inputs=inputs, out=out, lse=lse, limits=limits, lse_slack=slack)
+        limit = _limit(out, plain, terms, zero)
+        return Expected(inputs=inputs, out=out, lse=lse, limits=(("out", limit),), lse_slack=slack)
     dlse = inputs.dlse if case.with_dlse and has_lse else None
     exact = reference.gradients(q, k, v, inputs.dout, dlse, causal=causal, scale=scale)
     by_torch = reference.plain_gradients(q, k, v, inputs.dout, dlse, causal=causal, scale=scale)
