@@ -111,7 +111,7 @@ def command(
         print_json(_summary_json(summary))
     else:
         _say_summary(summary, device, location)
-    if summary.failed:
+    if _failed(summary):
         raise click.exceptions.Exit(1)
 
 
@@ -156,18 +156,29 @@ def _say_plan(common: Common, device: Device, plans: tuple[CellPlan, ...]) -> No
     click.echo(f"About {_time(total)} in all; nothing was run.")
 
 
+def _failed(summary: TuneSummary) -> list[CellSummary]:
+    """Cells that were searched in vain. One that the budget left without a single trial was not reached."""
+    return [cell for cell in summary.failed if cell.total or not cell.plan.to_do]
+
+
+def _unreached(summary: TuneSummary) -> list[Cell]:
+    untried = [cell.cell for cell in summary.failed if cell not in _failed(summary)]
+    return [*untried, *summary.unreached]
+
+
 def _say_summary(summary: TuneSummary, device: Device, location: str) -> None:
     print_table(f"Tuned on {device.name}", SUMMARY_COLUMNS, [_summary_row(cell) for cell in summary.cells])
     added = [status.value for cell in summary.cells for status, count in cell.added.items() for _ in range(count)]
     click.echo(f"{len(added)} new trials ({counted(added)})" if added else "Nothing new was tried.")
-    if summary.unreached:
-        click.echo(f"The budget ended before {len(summary.unreached)} cells: {_names(summary.unreached)}")
-    for cell in summary.failed:
+    unreached = _unreached(summary)
+    if unreached:
+        click.echo(f"The budget ended before {len(unreached)} cells: {_names(unreached)}; the same command goes on.")
+    for cell in _failed(summary):
         click.echo(f"No kernel for {cell.cell}: {cell.note}; calls use the default or a vendor kernel.", err=True)
     click.echo(f"Recorded in {location}; {_time(summary.seconds)}, seed {summary.seed}.")
 
 
-def _names(cells: tuple[Cell, ...]) -> str:
+def _names(cells: list[Cell]) -> str:
     shown = ", ".join(str(cell) for cell in cells[:3])
     return shown + (", ..." if len(cells) > 3 else "")
 
@@ -206,5 +217,5 @@ def _summary_json(summary: TuneSummary) -> dict[str, Json]:
         }
         for cell in summary.cells
     ]
-    unreached: list[Json] = [str(cell) for cell in summary.unreached]
+    unreached: list[Json] = [str(cell) for cell in _unreached(summary)]
     return {"seed": summary.seed, "seconds": summary.seconds, "cells": tuned, "unreached": unreached}

@@ -9,8 +9,9 @@ import pytest
 from autoflash.cli import tune as tune_command
 from autoflash.cli.application import main
 from autoflash.db.repository import Repository
-from autoflash.search.request import TuneRequest, TuneSummary
+from autoflash.search.request import CellPlan, CellSummary, TuneRequest, TuneSummary
 from autoflash.variant import Family
+from tests.factories import make_cell, make_problem
 
 CELL = ["--device", "cpu", "--pass", "forward", "--dtype", "fp32", "--head-dim", "16", "--full", "--seqlen", "128"]
 
@@ -85,6 +86,25 @@ def test_a_total_and_an_addition_contradict_each_other(capsys: pytest.CaptureFix
     assert main(["tune", "--device", "cpu", "--trials", "3", "--more", "2"]) == 2
 
     assert "give one of them" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("total", "code", "words"), [(0, 0, "The budget ended before 1 cells"), (3, 1, "No kernel for")]
+)
+def test_a_cell_that_the_budget_left_untried_is_no_failure(
+    total: int, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = CellPlan(cell=make_cell(), problem=make_problem(), variants=90, recorded=0, to_do=10)
+    cell = CellSummary(
+        plan=plan, added={}, total=total, decision=None, is_new=False, default_us=None, note="none", seconds=1.0
+    )
+    summary = TuneSummary(cells=(cell,), unreached=(), seed=0, seconds=1.0)
+    monkeypatch.setattr(tune_command, "tune", lambda *_, **__: summary)
+
+    assert main(["tune", *CELL]) == code
+
+    output = capsys.readouterr()
+    assert words in output.out + output.err
 
 
 def test_case_a44_a_run_without_a_correct_candidate_fails_and_says_why(
