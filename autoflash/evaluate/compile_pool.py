@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 
 from autoflash.device import Device
+from autoflash.evaluate.grid import Case, reduced_seqlen
+from autoflash.evaluate.inputs import Memory
 from autoflash.evaluate.worker import Failure, Worker, WorkerClosedError
 from autoflash.problem import Problem
 from autoflash.runtime.compile import CompileOutcome, compile_variant
@@ -24,7 +28,7 @@ def default_processes() -> int:
 
 
 class CompilePool:
-    """Compiles variants in the order in which they are submitted.
+    """Compiles variants in the order in which they are submitted; what was submitted before is not compiled again.
 
     A thread for each process waits for it; the processes start when there is work for them.
     """
@@ -35,6 +39,7 @@ class CompilePool:
         self._threads = ThreadPoolExecutor(max_workers=self.processes, thread_name_prefix="compile")
         self._local = threading.local()
         self._workers: list[Worker] = []
+        self._known: dict[tuple[Problem, Variant, Device, int, bool], Future[CompileOutcome]] = {}
         self._lock = threading.Lock()
         self._closed = False
 
@@ -46,13 +51,39 @@ class CompilePool:
     ) -> None:
         self.close()
 
-    def submit(self, problem: Problem, variant: Variant, device: Device) -> Future[CompileOutcome]:
+    def submit(self, problem: Problem, variant: Variant, device: Device, scale_sign: int = 1) -> Future[CompileOutcome]:
         """Compile a variant; at once where there is nothing to compile."""
         if not variant.family.uses_triton:
             done: Future[CompileOutcome] = Future()
             done.set_result(compile_variant(problem, variant, device))
             return done
-        return self._threads.submit(self._compile, problem, variant, device)
+        # Batch, kv heads and how long a sequence is change no kernel; divisibility and the diagonal's sign may.
+        like = problem.replace(
+            batch=1,
+            heads=problem.group,
+            kv_heads=1,
+            seqlen_q=reduced_seqlen(problem.seqlen_q),
+            seqlen_k=reduced_seqlen(problem.seqlen_k),
+        )
+        key = (like, variant, device, scale_sign, problem.diagonal >= 0)
+        if key not in self._known or self._known[key].cancelled():
+            self._known[key] = self._threads.submit(self._compile, problem, variant, device, scale_sign)
+        return self._known[key]
+
+    def prepare(self, cases: Iterable[Case], variant: Variant, device: Device) -> Callable[[], None]:
+        """Compile what a verification on these cases will launch; failures will be seen there.
+
+        Returns:
+            Waits until all of it is compiled.
+        """
+        futures = [
+            self.submit(case.problem, variant, device, (case.score_scale > 0) - (case.score_scale < 0))
+            for case in cases
+            if variant.family.uses_triton
+            and case.memory is not Memory.STRIDED
+            and case.problem.seqlen_q * case.problem.seqlen_k
+        ]
+        return functools.partial(_wait_for, futures)
 
     def close(self) -> None:
         """Forget what waits, kill what runs."""
@@ -67,10 +98,10 @@ class CompilePool:
         for worker in workers:
             worker.close()
 
-    def _compile(self, problem: Problem, variant: Variant, device: Device) -> CompileOutcome:
+    def _compile(self, problem: Problem, variant: Variant, device: Device, scale_sign: int) -> CompileOutcome:
         worker = self._worker()
         try:
-            outcome = worker.call(compile_variant, self._timeout_s, problem, variant, device)
+            outcome = worker.call(compile_variant, self._timeout_s, problem, variant, device, scale_sign)
         except WorkerClosedError:
             raise CancelledError from None
         if isinstance(outcome, Failure):
@@ -88,3 +119,7 @@ class CompilePool:
                     raise CancelledError
                 self._workers.append(worker)
         return worker
+
+
+def _wait_for(futures: Sequence[Future[CompileOutcome]]) -> None:
+    wait(futures)

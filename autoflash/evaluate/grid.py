@@ -123,13 +123,14 @@ def _own(problem: Problem) -> Case:
             batch=batch,
             heads=problem.group * kv_heads,
             kv_heads=kv_heads,
-            seqlen_q=_reduced(problem.seqlen_q),
-            seqlen_k=_reduced(problem.seqlen_k),
+            seqlen_q=reduced_seqlen(problem.seqlen_q),
+            seqlen_k=reduced_seqlen(problem.seqlen_k),
         )
     )
 
 
-def _reduced(seqlen: int) -> int:
+def reduced_seqlen(seqlen: int) -> int:
+    """A short sequence length that fills the same blocks: longer ones keep their remainder by the largest block."""
     return min(seqlen, _REDUCED_SEQLEN + seqlen % _LARGEST_BLOCK)
 
 

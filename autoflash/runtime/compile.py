@@ -36,11 +36,11 @@ class CompileOutcome:
     source_digest: str = ""
 
 
-def compile_variant(problem: Problem, variant: Variant, device: Device) -> CompileOutcome:
-    """Compile the kernels that the regular dense specialisation of a problem needs, for the device's architecture.
+def compile_variant(problem: Problem, variant: Variant, device: Device, scale_sign: int = 1) -> CompileOutcome:
+    """Compile the kernels that the dense specialisation of a problem needs, for the device's architecture.
 
-    Needs no GPU. The results stay in Triton's cache, so that a later launch in any process finds them. A candidate
-    that cannot be compiled is an outcome, not an exception.
+    Needs no GPU. ``scale_sign`` is that of the softmax scale: -1, 0 or 1. The results stay in Triton's cache, so that a
+    later launch in any process finds them. A candidate that cannot be compiled is an outcome, not an exception.
     """
     start = time.perf_counter()
     if variant.family is Family.VENDOR:
@@ -56,7 +56,7 @@ def compile_variant(problem: Problem, variant: Variant, device: Device) -> Compi
         return _failed(Status.CONSTRAINTS, reason, start, source.digest)
     try:
         module = load(source)
-        compiled = [launch.compile_kernel(module, plan, device) for plan in _plans(problem, variant)]
+        compiled = [launch.compile_kernel(module, plan, device) for plan in _plans(problem, variant, scale_sign)]
         resources = [launch.compiled_resources(kernel) for kernel in compiled]
     # Triton reports a kernel that it cannot compile as RuntimeError, AssertionError, CompilationError, KeyError ...
     except Exception as error:
@@ -80,17 +80,17 @@ def compile_variant(problem: Problem, variant: Variant, device: Device) -> Compi
     )
 
 
-def _plans(problem: Problem, variant: Variant) -> tuple[KernelPlan, ...]:
+def _plans(problem: Problem, variant: Variant, scale_sign: int) -> tuple[KernelPlan, ...]:
     if variant.family is Family.GLUON_SM90:
         from autoflash.runtime import gluon_plan
 
         if problem.op is Pass.FORWARD:
-            return (gluon_plan.forward_plan(problem, variant),)
+            return (gluon_plan.forward_plan(problem, variant, scale_sign),)
         return gluon_plan.backward_plans(problem, variant)
     if problem.op is Pass.FORWARD:
-        from autoflash.runtime.triton_forward import forward_plans
+        from autoflash.runtime.triton_forward import forward_plan
 
-        return forward_plans(problem, variant)
+        return (forward_plan(problem, variant, scale_sign=scale_sign),)
     from autoflash.runtime.triton_backward import backward_plans
 
     return backward_plans(problem, variant)

@@ -90,11 +90,6 @@ def forward_plan(problem: Problem, variant: Variant, *, dense: bool = True, scal
     )
 
 
-def forward_plans(problem: Problem, variant: Variant) -> tuple[KernelPlan, ...]:
-    """Every kernel that the regular dense specialisation of a problem launches, in order."""
-    return (forward_plan(problem, variant),)
-
-
 class TritonForward:
     """Executable of the forward templates of the Triton family.
 

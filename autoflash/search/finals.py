@@ -6,18 +6,19 @@ import uuid
 from collections.abc import Iterable, Sequence
 
 from autoflash.db.repository import Repository
-from autoflash.device import Device
+from autoflash.device import Device, DeviceKind
 from autoflash.dispatch.buckets import inside_of
 from autoflash.dispatch.decide import decide
+from autoflash.evaluate.compile_pool import CompilePool
+from autoflash.evaluate.grid import full_cases
 from autoflash.evaluate.isolated import Evaluator
 from autoflash.problem import Cell, Problem
 from autoflash.space.catalog import has_precondition
 from autoflash.trial import Decision, Environment, Level, Trial, Verification
 from autoflash.variant import Family, Variant
 
-FINALISTS = 6
-"""Generated kernels that are compared in the end, besides the default."""
-
+# Generated kernels that are compared in the end, besides the default. The full grid takes a CPU seconds for each.
+_FINALISTS, _CPU_FINALISTS = 6, 4
 _WITHOUT_PRECONDITION = 2
 _VENDORS = 3
 # A vendor kernel so much slower than the fastest one only takes time from the others.
@@ -27,9 +28,17 @@ _VENDOR_SPREAD = 2.0
 class Finals:
     """Decides cells of one run."""
 
-    def __init__(self, repository: Repository, evaluator: Evaluator, device: Device, environment: Environment) -> None:
+    def __init__(
+        self,
+        repository: Repository,
+        evaluator: Evaluator,
+        pool: CompilePool,
+        device: Device,
+        environment: Environment,
+    ) -> None:
         self._repository = repository
         self._evaluator = evaluator
+        self._pool = pool
         self._device = device
         self._environment = environment
 
@@ -40,7 +49,8 @@ class Finals:
         vendors = [trial for trial in trials if trial.variant.family is Family.VENDOR]
         plain = [trial for trial in generated if not has_precondition(trial.variant)]
         wanted = set(defaults)
-        chosen = {trial.variant: trial for trial in generated[:FINALISTS] + plain[:_WITHOUT_PRECONDITION]}
+        most = _CPU_FINALISTS if self._device.kind is DeviceKind.CPU else _FINALISTS
+        chosen = {trial.variant: trial for trial in generated[:most] + plain[:_WITHOUT_PRECONDITION]}
         chosen |= {trial.variant: trial for trial in generated if trial.variant in wanted}
         limit = _time(vendors[0]) * _VENDOR_SPREAD if vendors else 0.0
         chosen |= {trial.variant: trial for trial in vendors[:_VENDORS] if _time(trial) <= limit}
@@ -50,6 +60,9 @@ class Finals:
         self, cell: Cell, problem: Problem, finalists: Sequence[Trial], defaults: Iterable[Variant]
     ) -> Decision | None:
         """Verify, compare and choose; the decision is saved. None where nobody passed: nothing is saved."""
+        for trial in finalists:
+            if self._known(cell, trial) is None:
+                self._pool.prepare(full_cases(problem), trial.variant, self._device)
         passed = [trial for trial in finalists if self._passes(cell, problem, trial)]
         if not any(trial.variant.family is not Family.VENDOR for trial in passed):
             return None
@@ -73,15 +86,21 @@ class Finals:
 
     def _passes(self, cell: Cell, problem: Problem, trial: Trial) -> bool:
         """Whether a kernel passes the full grid; asked once for all cells that it serves."""
-        known = self._repository.verification(trial.source_digest, trial.variant, cell, self._environment)
-        if known is not None and (not known.passed or known.level is Level.FULL):
-            return known.passed
+        known = self._known(cell, trial)
+        if known is not None:
+            return known
+        self._pool.prepare(full_cases(problem), trial.variant, self._device)()
         outcome = self._evaluator.verify_full(problem, inside_of(cell, self._device), trial.variant)
         verification = outcome.verification or Verification(
             level=Level.FULL, passed=False, worst_ratio=float("inf"), detail=outcome.detail, checks=0
         )
         self._repository.add_verification(trial.source_digest, trial.variant, cell, self._environment, verification)
         return verification.passed
+
+    def _known(self, cell: Cell, trial: Trial) -> bool | None:
+        """What the recorded verifications say; None where the full grid is still to be asked."""
+        known = self._repository.verification(trial.source_digest, trial.variant, cell, self._environment)
+        return None if known is None or (known.passed and known.level is not Level.FULL) else known.passed
 
     def _timed(self, cell: Cell) -> list[Trial]:
         """Correct trials of the cell, fastest first."""

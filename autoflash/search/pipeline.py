@@ -12,13 +12,14 @@ from autoflash.db.claim import Claim
 from autoflash.db.repository import Repository
 from autoflash.device import Device
 from autoflash.evaluate.compile_pool import CompilePool
+from autoflash.evaluate.grid import screen_cases
 from autoflash.problem import Cell, Problem
 from autoflash.runtime.compile import CompileOutcome
 from autoflash.search.replay import COMPILED_PER_TRIAL
 from autoflash.search.sampler import Feedback, Sampler
 from autoflash.space import cost
 from autoflash.trial import Environment, Status
-from autoflash.variant import Variant
+from autoflash.variant import Family, Variant
 
 _MOST_IN_FLIGHT = 8
 _HEARTBEAT_S = 20.0
@@ -37,6 +38,7 @@ class _InFlight:
     variant: Variant
     claim: Claim
     future: Future[CompileOutcome]
+    wait: Callable[[], None]
 
 
 class Pipeline:
@@ -80,7 +82,8 @@ class Pipeline:
 
         Compiling needs no device; a kernel that spills or fills a multiprocessor alone is seldom the fastest.
         """
-        planned = [v for v in self._sampler.plan(COMPILED_PER_TRIAL * trials) if v.family.uses_triton]
+        each = COMPILED_PER_TRIAL if self._sampler.family is Family.TRITON else 1
+        planned = [v for v in self._sampler.plan(each * trials) if v.family.uses_triton]
         self._ahead = {variant: self._pool.submit(self._problem, variant, self._device) for variant in planned}
         for variant, future in self._ahead.items():
             outcome = future.result()
@@ -102,7 +105,10 @@ class Pipeline:
         if not self._queue:
             return None
         self._current = self._queue.popleft()
-        return Candidate(variant=self._current.variant, compiled=self._current.future.result())
+        compiled = self._current.future.result()
+        if compiled.status is Status.CORRECT:
+            self._current.wait()
+        return Candidate(variant=self._current.variant, compiled=compiled)
 
     def settle(self) -> None:
         """The candidate's trial is recorded: give its claim back."""
@@ -135,7 +141,8 @@ class Pipeline:
                 self._refresh()
                 continue
             future = self._ahead.get(variant) or self._pool.submit(self._problem, variant, self._device)
-            self._queue.append(_InFlight(variant=variant, claim=claim, future=future))
+            wait = self._pool.prepare(screen_cases(self._problem), variant, self._device)
+            self._queue.append(_InFlight(variant=variant, claim=claim, future=future, wait=wait))
             return True
         return False
 

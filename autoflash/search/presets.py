@@ -108,7 +108,7 @@ def default_preset(device: Device) -> Preset:
 def effort(preset: Preset, device: Device) -> Effort:
     """How much a preset spends by default."""
     if preset is Preset.QUICK:
-        return Effort(trials=16 if device.kind is DeviceKind.CPU else 32, budget_s=150.0)
+        return Effort(trials=16 if device.kind is DeviceKind.CPU else 32, budget_s=120.0)
     return Effort(trials=32, budget_s=None if preset is Preset.ALL else 3600.0)
 
 

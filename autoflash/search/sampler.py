@@ -90,6 +90,11 @@ class Sampler:
             self._study = optuna.create_study(sampler=_quiet_sampler(seed))
 
     @property
+    def family(self) -> Family:
+        """Of all variants."""
+        return self._family
+
+    @property
     def outside(self) -> int:
         """Recorded variants that today's space does not have: noted, not lost."""
         return self._outside

@@ -126,7 +126,7 @@ class _Tuner:
         self.on_event = on_event
         self.here = environment(request.device)
         self.families = families_of(request, self.here)
-        self.finals = Finals(repository, evaluator, request.device, self.here)
+        self.finals = Finals(repository, evaluator, pool, request.device, self.here)
 
     def tune_cell(self, cell: Cell, index: int, budget: Budget) -> CellSummary:
         """Search one cell and decide it."""

@@ -10,6 +10,7 @@ import pytest
 from autoflash.device import CROSS_TARGETS, Device
 from autoflash.evaluate import compile_pool
 from autoflash.evaluate.compile_pool import CompilePool
+from autoflash.evaluate.grid import screen_cases
 from autoflash.problem import Problem
 from autoflash.runtime.compile import CompileOutcome
 from autoflash.trial import Status
@@ -19,7 +20,9 @@ from tests.factories import make_problem, make_variant
 _H200 = CROSS_TARGETS["sm_90"]
 
 
-def compile_by_sequence_length(problem: Problem, variant: Variant, device: Device) -> CompileOutcome:
+def compile_by_sequence_length(
+    problem: Problem, variant: Variant, device: Device, scale_sign: int = 1
+) -> CompileOutcome:
     """Stands for the compiler: the length of the sequence says what goes wrong."""
     if problem.seqlen_q == 1:
         os._exit(7)
@@ -69,7 +72,8 @@ def test_portable_and_vendor_variants_start_no_process(pool: CompilePool) -> Non
 
 
 def test_closing_ends_what_runs_and_forgets_what_waits(pool: CompilePool) -> None:
-    running, waiting = (pool.submit(_problem(2), make_variant(), _H200) for _ in range(2))
+    running = pool.submit(_problem(2), make_variant(), _H200)
+    waiting = pool.submit(_problem(10), make_variant(), _H200)
     started = time.monotonic()
 
     pool.close()
@@ -82,3 +86,21 @@ def test_closing_ends_what_runs_and_forgets_what_waits(pool: CompilePool) -> Non
 
 def test_there_is_always_a_process() -> None:
     assert compile_pool.default_processes() >= 1
+
+
+def test_what_compiles_to_the_same_kernel_is_compiled_once(pool: CompilePool) -> None:
+    first = pool.submit(make_problem(batch=2, heads=4, seqlen_q=1024), make_variant(), _H200)
+    same = pool.submit(make_problem(batch=7, heads=3, seqlen_q=8192), make_variant(), _H200)
+    other = pool.submit(make_problem(seqlen_q=1000), make_variant(), _H200)
+
+    assert same is first
+    assert other is not first
+    assert first.result(timeout=60).status is Status.CORRECT
+
+
+def test_the_kernels_of_a_verification_are_compiled_before_it_begins(pool: CompilePool) -> None:
+    problem = make_problem(seqlen_q=1024)
+
+    pool.prepare(screen_cases(problem), make_variant(), _H200)()
+
+    assert all(pool.submit(case.problem, make_variant(), _H200).done() for case in screen_cases(problem))

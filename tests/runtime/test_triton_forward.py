@@ -12,7 +12,7 @@ from torch import Tensor
 from autoflash.codegen.render import Form
 from autoflash.errors import NoKernelError, UnsupportedError
 from autoflash.problem import DType, Mask, Problem
-from autoflash.runtime.triton_forward import TritonForward, block_dim, forward_plan, forward_plans
+from autoflash.runtime.triton_forward import TritonForward, block_dim, forward_plan
 from autoflash.variant import Variant
 from tests.factories import make_device, make_problem, make_variant
 from tests.runtime.fake_gpu import FakeGpu
@@ -76,7 +76,7 @@ def test_plan_checks_only_what_can_overrun(change: dict[str, int], even_m: bool,
 def test_plan_is_shared_by_all_sizes_of_the_same_divisibility() -> None:
     other = PROBLEM.replace(batch=3, heads=8, kv_heads=2, seqlen_q=640, seqlen_k=320)
 
-    assert forward_plans(PROBLEM, make_variant(**SMALL)) == forward_plans(other, make_variant(**SMALL))
+    assert forward_plan(PROBLEM, make_variant(**SMALL)) == forward_plan(other, make_variant(**SMALL))
 
 
 @pytest.mark.parametrize(("tf32", "precision"), [(False, "ieee"), (True, "tf32")])

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from autoflash.db.repository import Repository
 from autoflash.device import CROSS_TARGETS, Device, DeviceKind
 from autoflash.dispatch.buckets import problem_of
 from autoflash.evaluate.evaluator import Outcome
+from autoflash.evaluate.grid import Case
 from autoflash.problem import Cell, DType, Mask, Problem
 from autoflash.runtime.compile import CompileOutcome
 from autoflash.runtime.probe import environment
@@ -318,6 +319,9 @@ class _Pool:
             future.set_result(CompileOutcome(status=Status.CORRECT, resources=resources, source_digest="aa"))
         return future
 
+    def prepare(self, cases: Iterable[Case], variant: Variant, device: Device) -> Callable[[], None]:
+        return lambda: None
+
 
 def test_what_does_not_compile_reaches_no_device(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     device = CROSS_TARGETS["sm_90"]
@@ -327,7 +331,7 @@ def test_what_does_not_compile_reaches_no_device(repository: Repository, monkeyp
     monkeypatch.setattr(tuner, "environment", lambda d: dataclasses.replace(environment(d), triton="3.6"))
     variants = catalog.search_space(cell, device, Family.TRITON).variants()
     evaluator = RecordedEvaluator({variant: _good(variant, 100.0) for variant in variants})
-    request = TuneRequest(cells=(cell,), device=device, trials=24, seed=0, vendors=False)
+    request = TuneRequest(cells=(cell,), device=device, trials=24, seed=0, vendors=False, families=(Family.TRITON,))
 
     summary = tune(request, repository, evaluator=evaluator)
 
