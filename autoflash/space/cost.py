@@ -10,10 +10,14 @@ import math
 from dataclasses import dataclass
 
 from autoflash.device import Device, DeviceKind
-from autoflash.problem import Cell, DType, Pass
+from autoflash.problem import Cell, DType, Mask, Pass
 from autoflash.space import hopper
 from autoflash.trial import Resources
 from autoflash.variant import Family, Variant
+
+# The second cache level of a server core; how many heads "all at once" usually is.
+_CORE_CACHE_BYTES = 2**20
+_USUAL_HEADS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +156,7 @@ def score(variant: Variant, cell: Cell, device: Device, resources: Resources | N
         resources: What the compiler said, which replaces the estimates.
     """
     if variant.family is Family.TORCH_TILED:
-        return _portable_score(variant, cell, device)
+        return _portable_score(variant, cell)
     if variant.family is Family.GLUON_SM90:
         return hopper.score(variant, cell, resources)
     parts = [_tile_score(tile, cell, device, resources) for tile in tiles(variant, cell)]
@@ -221,14 +225,17 @@ def schedule_score(
     return resident + reuse - spilled - warp_rows - unpipelined - 0.1 * max(0, stages - 3)
 
 
-def _portable_score(variant: Variant, cell: Cell, device: Device) -> float:
-    """Large products amortise the interpreter; a score tile much larger than the cache is written and read again."""
+def _portable_score(variant: Variant, cell: Cell) -> float:
+    """Score tiles of about a core's own cache are best: smaller ones pay the interpreter, larger ones are read anew.
+
+    Under a causal mask, large blocks also compute what the mask throws away.
+    """
     rows = variant.config.number("block_m")
     step = variant.config.number("block_n")
-    heads = variant.config.number("heads_per_step") or 8
-    cache = device.l2_bytes or 32 * 2**20
-    tile_bytes = heads * rows * step * 4
-    excess = max(0.0, math.log2(tile_bytes / cache)) if tile_bytes else 0.0
-    steps = 2.0 ** (cell.q_bucket + cell.k_bucket) / (rows * step)
-    order = 0.0 if variant.structure["loop_order"] == "query_outer" else -0.75
-    return order - excess - 0.5 * math.log2(max(steps, 1.0))
+    heads = variant.config.number("heads_per_step") or _USUAL_HEADS
+    # From half the cache to four times it, nothing is lost (measured).
+    fit = -0.5 * max(0.0, abs(math.log2(heads * rows * step * 4 / (1.5 * _CORE_CACHE_BYTES))) - 1.5)
+    waste = math.log2(1.0 + (rows + step) / 2.0**cell.k_bucket) if cell.mask is Mask.CAUSAL else 0.0
+    order = 0.0 if variant.structure["loop_order"] == "query_outer" else 0.2
+    steps = 0.1 * math.log2(2.0 ** (cell.q_bucket + cell.k_bucket) / (heads * rows * step))
+    return fit - 1.5 * waste - order - steps

@@ -56,5 +56,5 @@ def test_a_new_machine_gets_something_to_see() -> None:
     assert default_preset(_CPU) is Preset.QUICK
     assert default_preset(_H200) is Preset.LLM
     assert len(cells(Preset.QUICK, _CPU)) <= 8
-    assert effort(Preset.QUICK, _CPU).budget_s == 150.0
+    assert effort(Preset.QUICK, _CPU).budget_s == 120.0
     assert effort(Preset.LLM, _H200).budget_s is not None
