@@ -139,7 +139,7 @@ class GluonForward:
         any stream, so it gets a counter of its own, cleared by the graph.
         """
         index = self._device.index
-        if torch.cuda.is_current_stream_capturing():
+        if torch._C._cuda_isCurrentStreamCapturing():
             return torch.zeros(1, dtype=torch.int32, device=self._device.torch_device)
         stream = torch._C._cuda_getCurrentRawStream(index)
         ticket = self._tickets.get(stream)

@@ -298,25 +298,51 @@ class _LoadedKernel:
             raise NoKernelError(f"a launch has 1 to {MAX_PROGRAMS} programs, this one {programs}")
         described = iter(self._descriptor_metadata)
         maps = tuple(None if layout is None else _TensorMaps(layout, next(described)) for layout in layouts)
-        run, function, packed, index = self._run, self._function, self._packed_metadata, self._index
+        start, fixed, function, index = *_start_of(self._run, self._packed_metadata), self._function, self._index
         scalars = tuple(numbers)
         current_device = torch._C._cuda_getDevice
         current_stream = torch._C._cuda_getCurrentRawStream
+        # Allocators give the same addresses again and again: the arguments of the launch before are often right.
+        last: tuple[list[int], tuple[object, ...]] = ([], ())
 
         def launch(*tensors: Tensor) -> None:
-            arguments: list[object] = []
-            for tensor, tensor_maps in zip(tensors, maps):  # noqa: B905  # counted once, by the caller's tests
-                if tensor_maps is None:
-                    arguments.append(tensor.data_ptr())
-                else:
-                    arguments += tensor_maps.expanded(tensor.data_ptr())
+            nonlocal last
+            pointers = [tensor.data_ptr() for tensor in tensors]
+            known, arguments = last
+            if pointers != known:
+                arguments = (*_expanded(pointers, maps), *scalars)
+                last = (pointers, arguments)
             if current_device() == index:
-                run(programs, 1, 1, current_stream(index), function, packed, None, None, None, *arguments, *scalars)
+                start(programs, 1, 1, current_stream(index), function, *fixed, *arguments)
                 return
             with torch.cuda.device(index):
-                run(programs, 1, 1, current_stream(index), function, packed, None, None, None, *arguments, *scalars)
+                start(programs, 1, 1, current_stream(index), function, *fixed, *arguments)
 
         return launch
+
+
+def _start_of(launcher: Any, packed_metadata: object) -> tuple[Callable[..., None], tuple[object, ...]]:
+    """What starts a kernel, and its arguments between the function and the kernel's own.
+
+    Triton 3.6's launcher is a Python function that looks for scratch memory and calls into C; without any to look for,
+    its C function may be called at once, which takes a microsecond less.
+    """
+    hooks = (packed_metadata, None, None, None)
+    sizes = (getattr(launcher, name, 1) for name in ("global_scratch_size", "profile_scratch_size"))
+    if any(sizes) or hasattr(launcher, "arg_annotations") or not hasattr(launcher, "launch"):
+        return launcher, hooks
+    return launcher.launch, (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, *hooks)
+
+
+def _expanded(pointers: Sequence[int], maps: Sequence[_TensorMaps | None]) -> list[object]:
+    """Addresses as a kernel is passed them: plain, or as tensor map, sizes and strides."""
+    arguments: list[object] = []
+    for pointer, tensor_maps in zip(pointers, maps, strict=True):
+        if tensor_maps is None:
+            arguments.append(pointer)
+        else:
+            arguments += tensor_maps.expanded(pointer)
+    return arguments
 
 
 class _TensorMaps:
