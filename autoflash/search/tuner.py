@@ -7,8 +7,9 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from types import FrameType
 
 from autoflash import keys
@@ -142,7 +143,8 @@ class _Tuner:
     def _search(self, family: Family, log: _CellLog, budget: Budget) -> None:
         """The loop: ask, compile, verify, measure, record, tell."""
         plan = log.plan
-        target = _target(self.request, self._counted(plan.cell, family), len(self.families))
+        goal = _goals(self.request, self.repository, self.here, self.families, plan.cell)[family]
+        target = goal.counted + goal.to_do
         sampler = self._sampler(plan.cell, family, target)
 
         def refresh() -> None:
@@ -165,7 +167,7 @@ class _Tuner:
                 pipeline.compile_ahead(target - sampler.counted)
             added = 0
             while budget.may_search:
-                remaining = self._remaining(sampler, target, added)
+                remaining = goal.to_do - added if self.request.more is not None else target - sampler.counted
                 candidate = pipeline.next(remaining) if remaining > 0 else None
                 if candidate is None:
                     break
@@ -242,12 +244,6 @@ class _Tuner:
 
     def _counted(self, cell: Cell, family: Family) -> int:
         return _counted(self.repository.trials(cell=cell, environment=self.here, family=family))
-
-    def _remaining(self, sampler: Sampler, target: int, added: int) -> int:
-        """Trials still wanted: of this run with ``more``, else of all processes together."""
-        if self.request.more is not None:
-            return self.request.more // len(self.families) - added
-        return target - sampler.counted
 
     def _finish(self, log: _CellLog, started: float) -> CellSummary:
         cell, device = log.plan.cell, self.request.device
@@ -334,26 +330,58 @@ class _CellLog:
         return ", ".join(kinds) or "none was tried"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Goal:
+    """What a run adds to one family of a cell: variants in its space, those that count already, trials to do."""
+
+    variants: int
+    counted: int
+    to_do: int
+
+
+def _goals(
+    request: TuneRequest, repository: Repository | None, here: Environment, families: Sequence[Family], cell: Cell
+) -> dict[Family, _Goal]:
+    """Trials to do, shared alike among the families; what a small space cannot use goes to the others.
+
+    Asked again when a family's turn comes, it leaves out what others have done since.
+    """
+    sizes = {family: len(catalog.search_space(cell, request.device, family).variants()) for family in families}
+    counted = dict.fromkeys(families, 0)
+    if repository is not None:
+        for family in families:
+            counted[family] = _counted(repository.trials(cell=cell, environment=here, family=family))
+    if request.more is None:
+        totals = _shared_out(request.trials, sizes)
+        to_do = {family: max(0, totals[family] - counted[family]) for family in families}
+    else:
+        to_do = _shared_out(request.more, {family: max(0, sizes[family] - counted[family]) for family in families})
+    return {family: _Goal(variants=sizes[family], counted=counted[family], to_do=to_do[family]) for family in families}
+
+
+def _shared_out(trials: int, room: Mapping[Family, int]) -> dict[Family, int]:
+    """Equal shares of a number of trials, as far as there is room; the earlier families get what is left over."""
+    shares = dict.fromkeys(room, 0)
+    while trials > 0 and (open_ones := [family for family in room if shares[family] < room[family]]):
+        each = max(1, trials // len(open_ones))
+        for family in open_ones:
+            given = min(each, room[family] - shares[family], trials)
+            shares[family] += given
+            trials -= given
+    return shares
+
+
 def _plan_cell(
     request: TuneRequest, repository: Repository | None, here: Environment, families: Sequence[Family], cell: Cell
 ) -> CellPlan:
-    recorded, to_do, variants = 0, 0, 0
-    for family in families:
-        trials = repository.trials(cell=cell, environment=here, family=family) if repository is not None else []
-        counted = _counted(trials)
-        size = len(catalog.search_space(cell, request.device, family).variants())
-        recorded += counted
-        variants += size
-        to_do += min(max(0, _target(request, counted, len(families)) - counted), max(0, size - counted))
+    goals = _goals(request, repository, here, families, cell).values()
     return CellPlan(
-        cell=cell, problem=problem_of(cell, request.device), variants=variants, recorded=recorded, to_do=to_do
+        cell=cell,
+        problem=problem_of(cell, request.device),
+        variants=sum(goal.variants for goal in goals),
+        recorded=sum(goal.counted for goal in goals),
+        to_do=sum(goal.to_do for goal in goals),
     )
-
-
-def _target(request: TuneRequest, counted: int, families: int) -> int:
-    """Trials that one of the families shall have in all; they share the number alike."""
-    share = max(1, (request.trials if request.more is None else request.more) // families)
-    return share if request.more is None else counted + share
 
 
 def _counted(trials: Sequence[Trial]) -> int:

@@ -293,6 +293,22 @@ def test_an_interruption_loses_the_trial_in_flight_alone(repository: Repository,
     assert len(_generated(repository)) == 12
 
 
+def test_families_share_the_trials_and_a_small_space_leaves_its_share_to_the_others() -> None:
+    assert tuner._shared_out(32, {Family.GLUON_SM90: 100, Family.TRITON: 100}) == {
+        Family.GLUON_SM90: 16,
+        Family.TRITON: 16,
+    }
+    assert tuner._shared_out(32, {Family.GLUON_SM90: 0, Family.TRITON: 100}) == {
+        Family.GLUON_SM90: 0,
+        Family.TRITON: 32,
+    }
+    assert tuner._shared_out(33, {Family.GLUON_SM90: 5, Family.TRITON: 20}) == {
+        Family.GLUON_SM90: 5,
+        Family.TRITON: 20,
+    }
+    assert sum(tuner._shared_out(7, {Family.GLUON_SM90: 9, Family.TRITON: 9}).values()) == 7
+
+
 class _Pool:
     """Compiles nothing: the structure says what the compiler would."""
 

@@ -146,7 +146,7 @@ def test_the_portable_family_searches_blocks_up_to_the_sequence() -> None:
 
 def test_a_cpu_has_the_portable_family_alone() -> None:
     assert catalog.families(Pass.FORWARD, CPU) == (Family.TORCH_TILED,)
-    assert catalog.families(Pass.FORWARD, _H200)[0] is Family.TRITON
+    assert Family.TRITON in catalog.families(Pass.FORWARD, _H200)
 
 
 def test_vendors_have_no_search_space() -> None:
