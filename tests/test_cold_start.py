@@ -19,7 +19,6 @@ from autoflash.variant import Family
 
 ROOT = Path(__file__).parents[1]
 PROCESSES = 16
-EACH = 2
 # One cell that is cheap to verify, whose space has room for what all processes want.
 CELL = ["--device", "cpu", "--pass", "forward", "--dtype", "fp32", "--head-dim", "16", "--full", "--seqlen", "256"]
 
@@ -46,28 +45,28 @@ def _generated(database: Path) -> list[Trial]:
         return [trial for trial in repository.trials() if trial.variant.family is not Family.VENDOR]
 
 
-def _cold_round(database: Path, cache: Path) -> None:
+def _cold_round(database: Path, cache: Path, each: int) -> None:
     tuners = [
-        _start(["tune", *CELL, "--more", str(EACH), "--seed", str(seed)], database, cache) for seed in range(PROCESSES)
+        _start(["tune", *CELL, "--more", str(each), "--seed", str(seed)], database, cache) for seed in range(PROCESSES)
     ]
     outcomes = [(tuner.communicate(timeout=560), tuner.returncode) for tuner in tuners]
 
     assert [(code, error[-2000:]) for (_, error), code in outcomes if code != 0] == []
     trials = _generated(database)
-    assert len(trials) == PROCESSES * EACH
+    assert len(trials) == PROCESSES * each
     assert len({trial.variant for trial in trials}) == len(trials)
     assert len({trial.id for trial in trials}) == len(trials)
 
 
 @pytest.mark.parametrize("number", range(3))
 def test_case_a01_a36_cold_tuners_share_one_empty_database(number: int, tmp_path: Path) -> None:
-    _cold_round(tmp_path / "tuning.sqlite", tmp_path / "cache")
+    _cold_round(tmp_path / "tuning.sqlite", tmp_path / "cache", each=1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(30))
 def test_case_a01_cold_tuners_share_one_empty_database_for_long(number: int, tmp_path: Path) -> None:
-    _cold_round(tmp_path / "tuning.sqlite", tmp_path / "cache")
+    _cold_round(tmp_path / "tuning.sqlite", tmp_path / "cache", each=3)
 
 
 def test_a_killed_tuner_loses_at_most_the_trial_in_flight(tmp_path: Path) -> None:

@@ -199,12 +199,11 @@ def compile_kernel(module: ModuleType, plan: KernelPlan, device: Device) -> Any:
     )
     arch = device.capability if device.kind is DeviceKind.CUDA else device.arch
     target = GPUTarget(_TARGETS[device.kind], arch, device.warp_size)
-    options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages}
-    options |= {"maxnreg": plan.max_registers} if plan.max_registers else {}
     with _compile_lock, knobs.cache.scope():
         knobs.cache.dir = str(paths.triton_cache_dir())
         # Fusion is named because its default changes between releases of Triton.
         options = {"num_warps": plan.num_warps, "num_stages": plan.num_stages, "enable_fp_fusion": True}
+        options |= {"maxnreg": plan.max_registers} if plan.max_registers else {}
         return triton.compile(source, target=target, options=options)
 
 

@@ -12,7 +12,7 @@ from autoflash.space.knob import Part
 from autoflash.variant import Choices, Family
 from tests.factories import make_cell, make_device
 
-FAMILIES = {Family.TRITON: "sm_90", Family.TORCH_TILED: "cpu"}
+FAMILIES = {Family.TRITON: "sm_90", Family.GLUON_SM90: "sm_90", Family.TORCH_TILED: "cpu"}
 
 
 def structures(family: Family, form: Form) -> list[Choices]:

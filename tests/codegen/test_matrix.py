@@ -17,7 +17,7 @@ from autoflash.codegen.store import write
 from tests.codegen.structures import FAMILIES, cases
 
 HEADER_LINES = 6
-FOLDERS = ("common", "triton", "torch")
+FOLDERS = ("common", "triton", "gluon_sm90", "torch")
 
 
 @pytest.fixture(scope="module")

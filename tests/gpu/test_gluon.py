@@ -1,0 +1,131 @@
+"""The Hopper family on a Hopper GPU: the whole gate, streams, graphs and repeated launches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from autoflash.device import Device
+from autoflash.evaluate.verify import verify
+from autoflash.problem import DType, Mask, Pass, Problem
+from autoflash.runtime.bind import bind
+from autoflash.runtime.executable import ForwardCall
+from autoflash.runtime.probe import probe
+from autoflash.trial import Level
+from autoflash.variant import Family, Variant
+from tests.factories import make_problem, make_variant
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+
+NARROW = {"consumers": 3, "q_operand": "shared", "exponentials": "whole", "output": "direct"}
+WIDE = {"q_operand": "shared", "exponentials": "whole", "output": "direct", "BLOCK_N": 64}
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return probe("cuda")
+
+
+def tensors(problem: Problem) -> list[Tensor]:
+    shape = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
+    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+
+
+def prepared(problem: Problem, variant: Variant, device: Device, inputs: list[Tensor]) -> ForwardCall:
+    return bind(problem.op, problem.mask, variant, device).prepare_forward(problem, *inputs, 0.1)
+
+
+@pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16])
+@pytest.mark.parametrize("mask", list(Mask))
+@pytest.mark.parametrize(
+    ("head_dim", "changes"),
+    [
+        (64, NARROW),
+        (80, {}),
+        (128, {"ping_pong": "on"}),
+        (128, {"consumers": 1, "BLOCK_N": 64, "persistent": 0}),
+        (256, WIDE),
+    ],
+)
+def test_forward_passes_the_gate(
+    device: Device, head_dim: int, changes: dict[str, str | int], mask: Mask, dtype: DType
+) -> None:
+    problem = make_problem(dtype=dtype, head_dim=head_dim, batch=4, heads=8, seqlen_q=2048, mask=mask)
+    schedule = "ticketed" if mask is Mask.CAUSAL and changes.get("persistent", 1) else "round_robin"
+    executable = bind(Pass.FORWARD, mask, make_variant(Family.GLUON_SM90, **changes, schedule=schedule), device)
+
+    verification = verify(executable, problem, Level.FULL, device=device)
+
+    assert verification.passed, verification.detail
+
+
+@pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16])
+@pytest.mark.parametrize("mask", list(Mask))
+@pytest.mark.parametrize(("head_dim", "block_m"), [(64, 128), (96, 64), (128, 64)])
+def test_backward_passes_the_gate(device: Device, head_dim: int, block_m: int, mask: Mask, dtype: DType) -> None:
+    problem = make_problem(op=Pass.BACKWARD, dtype=dtype, head_dim=head_dim, batch=4, heads=8, seqlen_q=2048, mask=mask)
+    variant = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD, BLOCK_M=block_m)
+
+    verification = verify(bind(Pass.BACKWARD, mask, variant, device), problem, Level.FULL, device=device)
+
+    assert verification.passed, verification.detail
+
+
+def test_tickets_are_not_shared_between_streams(device: Device) -> None:
+    problem = make_problem(head_dim=128, batch=2, heads=16, seqlen_q=1024, mask=Mask.CAUSAL)
+    inputs = tensors(problem)
+    call = prepared(problem, make_variant(Family.GLUON_SM90, schedule="ticketed"), device, inputs)
+    expected, _ = call(*inputs)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+
+    results = []
+    for launch in range(200):
+        with torch.cuda.stream(streams[launch % len(streams)]):
+            results.append(call(*inputs)[0])
+    torch.cuda.synchronize()
+
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_a_captured_launch_replays_with_tickets_of_its_own(device: Device) -> None:
+    problem = make_problem(head_dim=128, batch=2, heads=16, seqlen_q=1024, mask=Mask.CAUSAL)
+    inputs = tensors(problem)
+    call = prepared(problem, make_variant(Family.GLUON_SM90, schedule="ticketed"), device, inputs)
+    expected = call(*inputs)[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = call(*inputs)
+
+    for _ in range(20):
+        out.zero_()
+        graph.replay()
+        call(*inputs)
+    torch.cuda.synchronize()
+
+    assert torch.equal(out, expected)
+
+
+def test_random_shapes_one_after_the_other_stay_right(device: Device) -> None:
+    generator = torch.Generator().manual_seed(0)
+    variant = make_variant(Family.GLUON_SM90, schedule="ticketed")
+    for _ in range(60):
+        seqlen_q, seqlen_k = (int(x) for x in torch.randint(1, 700, (2,), generator=generator))
+        problem = make_problem(
+            head_dim=128, batch=2, heads=4, kv_heads=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, mask=Mask.CAUSAL
+        )
+        q = torch.randn(2, 4, seqlen_q, 128, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(2, 2, seqlen_k, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        portable = make_variant(Family.TORCH_TILED)
+
+        out, lse = prepared(problem, variant, device, [q, k, v])(q, k, v)
+
+        expected, expected_lse = prepared(problem, portable, device, [q, k, v])(q, k, v)
+        assert torch.allclose(out.float(), expected.float(), atol=2e-2)
+        assert torch.allclose(lse, expected_lse, atol=1e-3)
