@@ -58,7 +58,7 @@ def screen(problem: Problem, variant: Variant, device: Device, binder: str = DEF
     """Verify a variant on the specialisation that will be timed and an irregular shape; time it if it passes."""
 
     def work(executable: Executable) -> Outcome:
-        verification = verify(executable, problem, Level.SCREEN)
+        verification = verify(executable, problem, Level.SCREEN, device=device)
         if not verification.passed:
             return Outcome(status=Status.CORRECTNESS, detail=verification.detail, verification=verification)
         call = make_call(executable, problem, device)
@@ -74,9 +74,9 @@ def verify_full(
     """Verify a variant on the full grid, and on a problem with odd lengths inside the same cell."""
 
     def work(executable: Executable) -> Outcome:
-        verification = verify(executable, problem, Level.FULL)
+        verification = verify(executable, problem, Level.FULL, device=device)
         if verification.passed and inside is not None:
-            verification = _both(verification, verify(executable, inside, Level.SCREEN))
+            verification = _both(verification, verify(executable, inside, Level.SCREEN, device=device))
         status = Status.CORRECT if verification.passed else Status.CORRECTNESS
         detail = "" if verification.passed else verification.detail
         return Outcome(status=status, detail=detail, verification=verification)
