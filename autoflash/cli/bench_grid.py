@@ -162,7 +162,9 @@ def _row(problem: Problem, device: Device, candidate: Candidate, vendors: Sequen
     )
 
 
-def time_together(problem: Problem, device: Device, variants: Sequence[Variant], seed: int) -> list[Timed]:
+def time_together(
+    problem: Problem, device: Device, variants: Sequence[Variant], seed: int, *, min_ms: float = 100.0
+) -> list[Timed]:
     """Time several kernels on one problem in turns, so that clocks and heat are the same for all."""
     calls: list[Call] = []
     reasons: list[str] = []
@@ -176,7 +178,7 @@ def time_together(problem: Problem, device: Device, variants: Sequence[Variant],
             continue
         reasons.append("")
         calls.append(call)
-    measured = iter(interleaved(calls, device, run=uuid.uuid4().hex[:12]) if calls else [])
+    measured = iter(interleaved(calls, device, run=uuid.uuid4().hex[:12], min_ms=min_ms) if calls else [])
     timed = []
     for variant, reason in zip(variants, reasons, strict=True):
         measurement = None if reason else next(measured)

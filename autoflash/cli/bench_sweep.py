@@ -18,6 +18,9 @@ from autoflash.variant import Variant
 FINALISTS = 6
 """How many of the fastest are timed again, in turns with the winner."""
 
+FINAL_MS = 500.0
+"""Timed for each of them: enough for a judgement by a few per cent on a CPU."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
@@ -68,13 +71,15 @@ def sweep(
             screened.append(_screen(problem, device, variant, seed))
             on_variant(screened[-1])
         fastest = sorted((timed for timed in screened if timed.measurement is not None), key=_us)[:FINALISTS]
-        others = [timed.variant for timed in fastest if timed.variant not in (winner, default)]
-        final = time_together(problem, device, [winner, default, *others], seed)
+        asked = list(dict.fromkeys([winner, default, *(timed.variant for timed in fastest)]))
+        timed = time_together(problem, device, asked, seed, min_ms=FINAL_MS)
+    final = dict(zip(asked, timed, strict=True))
+    finalists = [one for variant, one in final.items() if variant not in (winner, default) and one.measurement]
     return Sweep(
         screened=tuple(screened),
-        winner=final[0],
-        default=final[1],
-        finalists=tuple(sorted((one for one in final[2:] if one.measurement is not None), key=_us)),
+        winner=final[winner],
+        default=final[default],
+        finalists=tuple(sorted(finalists, key=_us)),
     )
 
 

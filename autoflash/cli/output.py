@@ -34,7 +34,7 @@ def print_json(content: object) -> None:
 
 def print_table(title: str, columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> None:
     """Print a table; outside a terminal it is as wide as its content, so that nothing is cut."""
-    table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
     for column in columns:
         table.add_column(
             column.title, justify="right" if column.numeric else "left", overflow="fold", no_wrap=column.numeric
@@ -44,6 +44,8 @@ def print_table(title: str, columns: Sequence[Column], rows: Sequence[Sequence[s
     # A pipe has no width; rich would assume 80 columns and fold.
     width = None if sys.stdout.isatty() else UNBOUNDED
     console = Console(file=sys.stdout, markup=False, highlight=False, width=width)
+    # A title of the table itself would be folded to the width of its columns.
+    console.print(title, style="italic", soft_wrap=True)
     console.print(table)
     console.print()
 
