@@ -54,17 +54,23 @@ def device_lock(device: Device) -> Iterator[None]:
 def make_call(executable: Executable, problem: Problem, device: Device, *, seed: int = 0) -> Call:
     """A call of a kernel on tensors of its own, prepared: what remains is the launch.
 
-    The outputs are allocated once and written again by each call, as a training step's would be. Kernels of the same
-    problem and seed are given the same inputs.
+    The outputs of a generated kernel are allocated once and written again by each call. A vendor's kernel allocates
+    its own: to be given others it would have to copy, which is no part of it. Kernels of the same problem and seed are
+    given the same inputs.
     """
     tensors = _tensors(problem, device, seed)
     scale = 1.0 / math.sqrt(problem.head_dim)
     q, k, v, out, lse, dout = tensors
+    is_vendor = executable.variant.family is Family.VENDOR
     if problem.op is Pass.FORWARD:
         forward = executable.prepare_forward(problem, q, k, v, scale)
+        if is_vendor:
+            return lambda: forward(q, k, v)
         new_out, new_lse = torch.empty_like(out), torch.empty_like(lse)
         return lambda: forward(q, k, v, new_out, new_lse)
     backward = executable.prepare_backward(problem, q, k, v, out, dout, scale)
+    if is_vendor:
+        return lambda: backward(q, k, v, out, lse, dout)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     return lambda: backward(q, k, v, out, lse, dout, None, dq, dk, dv)
 
