@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+import tempfile
 from pathlib import Path
 
 import platformdirs
@@ -48,6 +51,30 @@ def cache_dir() -> Path:
     return Path(chosen) if chosen else Path(platformdirs.user_cache_dir("autoflash", appauthor=False))
 
 
+def writable_cache_dir() -> Path:
+    """:func:`cache_dir`, or a folder of this process's own where that one cannot be written; said once."""
+    return _writable(cache_dir())
+
+
+@functools.cache
+def _writable(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Creating a file is the only question that every kind of file system answers truly.
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        fallback = Path(tempfile.mkdtemp(prefix="autoflash-"))
+        logging.getLogger("autoflash").warning(
+            "the cache folder %s cannot be written (%s): kernels are kept in %s for this process; "
+            "set AUTOFLASH_CACHE_DIR to a folder of yours",
+            folder,
+            error.strerror or error,
+            fallback,
+        )
+        return fallback
+
+
 def vendor_policy() -> str:
     """Default of the ``vendor`` argument (``AUTOFLASH_VENDOR``): allow, never or only."""
     return os.environ.get("AUTOFLASH_VENDOR", "allow")
@@ -61,4 +88,4 @@ def log_level() -> str:
 def triton_cache_dir() -> Path:
     """Folder of Triton's compiled kernels: where ``TRITON_CACHE_DIR`` says, else beside our own files."""
     chosen = os.environ.get("TRITON_CACHE_DIR")
-    return Path(chosen) if chosen else cache_dir() / "triton"
+    return Path(chosen) if chosen else writable_cache_dir() / "triton"

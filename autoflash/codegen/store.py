@@ -21,7 +21,7 @@ def write(source: RenderedSource, folder: Path | None = None) -> Path:
     Returns:
         Path of the file. It appears whole or not at all, also when several processes write it at once.
     """
-    folder = paths.cache_dir() / "sources" if folder is None else folder
+    folder = paths.writable_cache_dir() / "sources" if folder is None else folder
     path = folder / f"{source.name}.py"
     with contextlib.suppress(FileNotFoundError):
         if path.read_text(encoding="utf-8") == source.text:

@@ -44,7 +44,7 @@ _PORTABLE = Variant(
 @contextmanager
 def device_lock(device: Device) -> Iterator[None]:
     """Hold a device for verification and timing; other processes of this host wait. Compilation takes no lock."""
-    folder = paths.cache_dir() / "locks"
+    folder = paths.writable_cache_dir() / "locks"
     folder.mkdir(parents=True, exist_ok=True)
     name = "cpu" if device.kind is DeviceKind.CPU else device.uuid or f"{device.kind.value}-{device.index}"
     with FileLock(folder / f"{name}.lock"):
