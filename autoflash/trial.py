@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum, IntEnum
 
 from autoflash import keys
-from autoflash.device import Device
+from autoflash.device import Device, DeviceKind
 from autoflash.problem import Cell
 from autoflash.variant import Family, Variant
 
@@ -70,6 +70,17 @@ class Environment:
             torch=torch,
             driver=driver,
             cuda=cuda,
+        )
+
+    @property
+    def device(self) -> Device:
+        """The device as far as the environment describes it."""
+        return Device(
+            kind=DeviceKind(self.device_kind),
+            name=self.device_name,
+            arch=self.arch,
+            multiprocessors=self.multiprocessors,
+            shared_bytes=self.shared_bytes,
         )
 
     def identity(self) -> dict[str, str | int]:

@@ -8,9 +8,10 @@ from autoflash.cli.options import Common
 from autoflash.cli.output import Column, number
 from autoflash.device import Device
 from autoflash.dispatch import table
+from autoflash.dispatch.buckets import problem_of
 from autoflash.evaluate.cost import tflops
 from autoflash.keys import Json
-from autoflash.problem import Cell, Problem
+from autoflash.problem import Cell
 from autoflash.runtime.probe import environment
 from autoflash.trial import Decision, Ranked, Trial
 
@@ -48,8 +49,9 @@ def speedup(decision: Decision) -> float | None:
     return decision.vendor.median_us / decision.choices[0].median_us
 
 
-def decision_row(decision: Decision, problem: Problem | None) -> list[str]:
-    """Cells of a table with :data:`DECISION_COLUMNS`; ``problem`` stands for the cell where it is known."""
+def decision_row(decision: Decision) -> list[str]:
+    """Cells of a table with :data:`DECISION_COLUMNS`."""
+    problem = problem_of(decision.cell, decision.environment.device)
     ratio = speedup(decision)
     first = decision.choices[0] if decision.choices else decision.vendor
     if first is None:
@@ -58,7 +60,7 @@ def decision_row(decision: Decision, problem: Problem | None) -> list[str]:
         str(decision.cell),
         str(first.variant),
         number(first.median_us),
-        number(None if problem is None else tflops(problem, first.median_us), 3 if first.median_us > 1e4 else 1),
+        number(tflops(problem, first.median_us), 1 if decision.environment.arch.startswith(("sm_", "gfx")) else 3),
         "-" if ratio is None else f"{ratio:.2f}x",
         number(first.worst_ratio, 2),
         decision.environment.device_name,

@@ -19,11 +19,8 @@ from autoflash.cli.records import (
     trial_row,
 )
 from autoflash.db.repository import Repository
-from autoflash.device import Device
 from autoflash.dispatch import table
-from autoflash.dispatch.buckets import problem_of
-from autoflash.problem import Cell, Problem
-from autoflash.runtime.probe import probe
+from autoflash.problem import Cell
 from autoflash.trial import Decision, Status, Trial
 
 
@@ -105,12 +102,5 @@ def _show_decisions(common: Common, decisions: list[Decision]) -> None:
     if not decisions:
         click.echo("Nothing is recorded yet: run `autoflash tune`.")
         return
-    here = probe(common.device)
-    rows = [decision_row(decision, _problem(decision, here)) for decision in decisions]
+    rows = [decision_row(decision) for decision in decisions]
     print_table(f"{len(decisions)} decisions", DECISION_COLUMNS, rows)
-
-
-def _problem(decision: Decision, here: Device) -> Problem | None:
-    """The problem that was timed; unknown for another machine, whose sizes follow its own multiprocessors."""
-    same = here.name == decision.environment.device_name
-    return problem_of(decision.cell, here) if same else None

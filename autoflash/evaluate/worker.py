@@ -157,6 +157,9 @@ class Worker:
         request = pickle.dumps((function, arguments))
         deadline = time.monotonic() + timeout_s
         assert self._requests is not None
+        assert self._log is not None
+        # What earlier requests printed says nothing about this one.
+        self._log_start = os.fstat(self._log.fileno()).st_size
         try:
             self._requests.write(HEADER.pack(len(request)) + request)
             self._requests.flush()
@@ -207,9 +210,11 @@ class Worker:
 
     def _last_line(self) -> str:
         assert self._log is not None
-        self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, self._log.tell() - _TAIL_BYTES))
-        lines = [line.strip() for line in self._log.read().decode(errors="replace").splitlines() if line.strip()]
+        file = self._log.fileno()
+        size = os.fstat(file).st_size
+        start = max(self._log_start, size - _TAIL_BYTES)
+        lines = [line.strip() for line in os.pread(file, size - start, start).decode(errors="replace").splitlines()]
+        lines = [line for line in lines if line]
         return lines[-1][:300] if lines else ""
 
 
