@@ -55,6 +55,7 @@ class Worker:
         self._requests: BinaryIO | None = None
         self._replies = -1
         self._log: BinaryIO | None = None
+        self._log_start = 0
         self._closed = False
 
     def __enter__(self) -> Worker:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import tempfile
 
 import pytest
 
@@ -19,6 +17,7 @@ from autoflash.runtime.load import load
 from autoflash.runtime.probe import triton_version
 from autoflash.trial import Status
 from autoflash.variant import Family, Variant
+from tests.compile.assembler import assembler_says
 from tests.factories import make_problem, make_variant
 
 triton = pytest.importorskip("triton")
@@ -34,17 +33,6 @@ SINGLE = {"consumers": 1, "BLOCK_N": 64}
 def assembly(problem: Problem, variant: Variant, plan: KernelPlan) -> str:
     module = load(render(Form.of(problem), variant.family, variant.structure))
     return str(compile_kernel(module, plan, H200).asm["ptx"])
-
-
-def assembler_says(ptx: str) -> str:
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
-        file.write(ptx)
-        file.flush()
-        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        outcome = subprocess.run(command, capture_output=True, text=True, check=True)
-    return outcome.stderr + outcome.stdout
 
 
 def assert_tight(problem: Problem, variant: Variant, plan: KernelPlan, registers: set[int], spill_bytes: int) -> None:
