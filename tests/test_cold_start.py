@@ -69,7 +69,7 @@ def test_case_a01_cold_tuners_share_one_empty_database_for_long(number: int, tmp
     _cold_round(tmp_path / "tuning.sqlite", tmp_path / "cache", each=3)
 
 
-def test_a_killed_tuner_loses_at_most_the_trial_in_flight(tmp_path: Path) -> None:
+def test_case_a21_a_killed_tuner_loses_at_most_the_trial_in_flight(tmp_path: Path) -> None:
     database, cache = tmp_path / "tuning.sqlite", tmp_path / "cache"
     arguments = ["tune", *CELL, "--trials", "12", "--json"]
     killed = _start(arguments, database, cache)

@@ -43,3 +43,18 @@ print(torch.cuda.is_initialized())
 
 def test_the_reference_loads_when_it_is_named() -> None:
     assert run("import autoflash; print(autoflash.reference.attention.__name__)") == "attention"
+
+
+def test_case_a22_without_triton_attention_works_on_what_is_left() -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, autoflash\n"
+        "q = torch.randn(1, 2, 33, 16)\n"
+        "out = autoflash.attention(q, q, q, causal=True, vendor='never')\n"
+        "exact = autoflash.reference.attention(q, q, q, causal=True)\n"
+        "assert torch.allclose(out.double(), exact, atol=1e-5)\n"
+    )
+
+    outcome = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert outcome.returncode == 0, outcome.stderr

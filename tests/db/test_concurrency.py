@@ -68,7 +68,7 @@ def test_a_cold_start_of_many_loses_and_doubles_nothing_for_long(tmp_path: Path,
     expect_cold_start(tmp_path / "t.sqlite")
 
 
-def test_a_reader_that_dawdles_is_in_nobodys_way(repository: Repository, database: Path) -> None:
+def test_case_a38_a_reader_that_dawdles_is_in_nobodys_way(repository: Repository, database: Path) -> None:
     with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as dawdler:
         dawdler.execute("BEGIN")
         dawdler.execute("SELECT count(*) FROM trial").fetchone()
@@ -158,7 +158,7 @@ def test_a_process_killed_in_a_transaction_leaves_nothing_of_it(database: Path) 
         assert connection.execute("SELECT count(*) FROM software WHERE torch = 'half'").fetchone() == (0,)
 
 
-def test_children_of_a_fork_share_an_open_repository(repository: Repository, database: Path) -> None:
+def test_case_a46_children_of_a_fork_share_an_open_repository(repository: Repository, database: Path) -> None:
     repository.save_decision(make_decision())
 
     def use(index: int) -> None:

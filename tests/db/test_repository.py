@@ -250,7 +250,7 @@ def test_versions_that_are_only_noted_are_kept_with_each_trial(repository: Repos
         "",
     ],
 )
-def test_any_device_name_is_found_again_and_only_by_itself(database: Path, name: str) -> None:
+def test_case_a27_any_device_name_is_found_again_and_only_by_itself(database: Path, name: str) -> None:
     file = str(database)
     mine = make_environment(device_name=name)
     with Repository.open(file) as repository:

@@ -93,7 +93,7 @@ CASES = list(
 )
 
 
-def test_every_recorded_cell_is_found_by_the_call_that_it_is_for() -> None:
+def test_case_a26_every_recorded_cell_is_found_by_the_call_that_it_is_for() -> None:
     """One record for each problem of a grid: what was written under a key is looked up under the same."""
     problems = [
         make_problem(op=op, dtype=dtype, head_dim=d, head_dim_v=d_v, mask=mask, heads=4, kv_heads=kv_heads, seqlen_q=20)

@@ -108,7 +108,7 @@ def test_a_default_that_fails_its_verification_is_refused() -> None:
         {"breaks": ValueError("anything")},
     ],
 )
-def test_a_record_that_does_not_run_is_quarantined_with_one_warning(
+def test_case_a33_a_record_that_does_not_run_is_quarantined_with_one_warning(
     caplog: pytest.LogCaptureFixture, script: dict[str, object]
 ) -> None:
     kernels = FakeKernels(scripts={BEST: script})
@@ -199,7 +199,7 @@ def test_while_capturing_only_a_loaded_kernel_runs(monkeypatch: pytest.MonkeyPat
     assert kernels.ran() == [FLASH]
 
 
-def test_while_capturing_nothing_loaded_names_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_a28_while_capturing_nothing_loaded_names_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoflash.calls.is_capturing", lambda tensor: True)
     kernels = FakeKernels(scripts={BEST: {"loaded": False}, SECOND: {"loaded": False}})
     q, k, v = tensors()
@@ -210,7 +210,7 @@ def test_while_capturing_nothing_loaded_names_warmup(monkeypatch: pytest.MonkeyP
     assert kernels.verified == []
 
 
-def test_many_threads_resolve_each_key_once() -> None:
+def test_case_a39_many_threads_resolve_each_key_once() -> None:
     kernels = FakeKernels()
     q, k, v = tensors()
     barrier, failures = threading.Barrier(8), []

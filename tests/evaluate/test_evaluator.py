@@ -91,7 +91,7 @@ def test_an_exit_and_a_hang_cost_the_worker_and_nothing_else(cpu: Device) -> Non
     assert hung.status is Status.TIMEOUT
 
 
-def test_a_worker_whose_context_is_poisoned_is_replaced(isolated: IsolatedEvaluator) -> None:
+def test_case_a18_a_worker_whose_context_is_poisoned_is_replaced(isolated: IsolatedEvaluator) -> None:
     isolated.screen(_problem(), _variant())
     before = isolated.pid
 
@@ -103,7 +103,9 @@ def test_a_worker_whose_context_is_poisoned_is_replaced(isolated: IsolatedEvalua
 
 
 @pytest.mark.parametrize("time_us", [float("nan"), float("inf"), 0.0, -3.0])
-def test_a_time_that_cannot_be_is_a_failure(cpu: Device, monkeypatch: pytest.MonkeyPatch, time_us: float) -> None:
+def test_case_a37_a_time_that_cannot_be_is_a_failure(
+    cpu: Device, monkeypatch: pytest.MonkeyPatch, time_us: float
+) -> None:
     impossible = Measurement(stage=Stage.SCREEN, median_us=time_us, p20_us=1.0, p80_us=1.0, samples=5, policy="test")
     monkeypatch.setattr(module, "benchmark", lambda *_, **__: impossible)
 

@@ -100,7 +100,7 @@ def test_a_wide_head_is_right_or_refused(width: int, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("vendor", ["allow", "never"])
-def test_a_warmed_up_call_is_captured_and_replays(vendor: str) -> None:
+def test_case_a28_a_warmed_up_call_is_captured_and_replays(vendor: str) -> None:
     q, k, v = tensors(2, 4, 512, 64)
     autoflash.warmup(q, k, v, causal=True, vendor=vendor)
     graph = torch.cuda.CUDAGraph()
@@ -114,7 +114,7 @@ def test_a_warmed_up_call_is_captured_and_replays(vendor: str) -> None:
     close(out, q, k, v, causal=True)  # type: ignore[arg-type]
 
 
-def test_an_unknown_kernel_in_a_capture_names_warmup() -> None:
+def test_case_a28_an_unknown_kernel_in_a_capture_names_warmup() -> None:
     q, k, v = tensors(1, 2, 192, 64)
     graph, caught = torch.cuda.CUDAGraph(), []
 
@@ -139,7 +139,7 @@ def test_an_unknown_kernel_in_a_capture_falls_back_to_a_vendor() -> None:
     close(out, q, k, v)  # type: ignore[arg-type]
 
 
-def test_cold_threads_with_their_own_streams_are_right() -> None:
+def test_case_a39_cold_threads_with_their_own_streams_are_right() -> None:
     barrier, failures = threading.Barrier(8), []
 
     def work(index: int) -> None:

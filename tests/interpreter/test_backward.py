@@ -184,7 +184,7 @@ def test_gradients_are_written_where_the_caller_wants_them(loads: str) -> None:
         assert torch.equal(slot, exact)
 
 
-def test_an_accumulator_starts_at_zero_in_every_call() -> None:
+def test_case_a17_an_accumulator_starts_at_zero_in_every_call() -> None:
     problem = backward_problem(dtype=DType.FP32, head_dim=16, seqlen_q=20, seqlen_k=40)
     inputs = make_inputs(problem)
     variant = make_variant("key_outer")

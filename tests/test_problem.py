@@ -1,0 +1,83 @@
+"""What a problem may be, how it is normalised, and that a cell's key holds everything that a kernel depends on."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoflash.errors import InvalidProblemError
+from autoflash.problem import Alignment, Cell, DType, Mask, Parallelism, Pass
+from tests.factories import make_cell, make_problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
+        ({"heads": 3, "kv_heads": 2}, "multiple of key/value heads, got 3 and 2"),
+        ({"seqlen_q": -1}, "seqlen_q must not be negative, got -1"),
+        ({"batch": -2}, "batch must not be negative, got -2"),
+    ],
+)
+def test_sizes_that_mean_nothing_are_refused_by_name(changes: dict[str, int], words: str) -> None:
+    with pytest.raises(InvalidProblemError, match=words):
+        make_problem(**changes)  # type: ignore[arg-type]  # sizes only
+
+
+def test_fields_that_a_problem_does_not_look_at_are_normalised() -> None:
+    top_left = Alignment.TOP_LEFT
+
+    assert make_problem(seqlen_q=8, seqlen_k=8, mask=Mask.CAUSAL, alignment=top_left) == make_problem(
+        seqlen_q=8, seqlen_k=8, mask=Mask.CAUSAL
+    )
+    assert make_problem(op=Pass.FORWARD, deterministic=True) == make_problem(op=Pass.FORWARD)
+    assert make_problem(dtype=DType.BF16, tf32=True) == make_problem(dtype=DType.BF16)
+
+
+@pytest.mark.parametrize(("alignment", "diagonal"), [(Alignment.BOTTOM_RIGHT, 3), (Alignment.TOP_LEFT, 0)])
+def test_the_diagonal_follows_the_alignment(alignment: Alignment, diagonal: int) -> None:
+    problem = make_problem(seqlen_q=5, seqlen_k=8, mask=Mask.CAUSAL, alignment=alignment)
+
+    assert problem.diagonal == diagonal
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"op": Pass.BACKWARD},
+        {"dtype": DType.FP16},
+        {"head_dim": 128},
+        {"head_dim_v": 128},
+        {"group": 4},
+        {"mask": Mask.CAUSAL},
+        {"deterministic": True},
+        {"tf32": True},
+        {"q_bucket": 11},
+        {"k_bucket": 11},
+        {"parallelism": Parallelism.LOW},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_case_a25_every_field_is_part_of_the_key(change: dict[str, object]) -> None:
+    cell = make_cell(head_dim=64, head_dim_v=64, k_bucket=10)
+
+    other = Cell.from_dict({**cell.to_dict(), **{k: getattr(v, "value", v) for k, v in change.items()}})
+
+    assert other.key != cell.key
+
+
+def test_a_cell_survives_the_way_through_json() -> None:
+    cell = make_cell(op=Pass.BACKWARD, mask=Mask.CAUSAL, deterministic=True)
+
+    assert Cell.from_dict(cell.to_dict()) == cell
+
+
+@pytest.mark.parametrize("change", [{"head_dim": "64"}, {"deterministic": 1}, {"mask": "diagonal"}, {"colour": 1}])
+def test_content_that_is_no_cell_is_refused(change: dict[str, str | int]) -> None:
+    with pytest.raises(ValueError, match=r"head_dim|deterministic|diagonal|fields"):
+        Cell.from_dict({**make_cell().to_dict(), **change})
+
+
+def test_a_cell_reads_well() -> None:
+    cell = make_cell(head_dim=128, group=4, mask=Mask.CAUSAL, q_bucket=12)
+
+    assert str(cell) == "forward/bf16/d128/gqa4/causal/q4096/k4096"
