@@ -113,6 +113,11 @@ class Problem:
         return self.mask is Mask.CAUSAL
 
     @property
+    def is_empty(self) -> bool:
+        """Whether there is no query, or no key to see."""
+        return self.batch * self.seqlen_q * self.seqlen_k == 0
+
+    @property
     def diagonal(self) -> int:
         """Query i may see key j when j <= i + diagonal (causal only)."""
         return self.seqlen_k - self.seqlen_q if self.alignment is Alignment.BOTTOM_RIGHT else 0

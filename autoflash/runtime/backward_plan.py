@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from autoflash.problem import Problem
 from autoflash.runtime.launch import Constant, KernelPlan, Layout, Number, NumberArgument, TensorArgument
-from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, descriptor_layout
+from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, block_dim, descriptor_layout
 from autoflash.variant import Variant
 
 TENSORS = ("q", "k", "v", "out", "lse", "dout", "dlse", "log2_sum", "delta", "acc", "dq", "dk", "dv")
@@ -47,11 +47,6 @@ class _Use:
     tensor: str
     parameter: str
     rows: int = 0
-
-
-def block_dim(head_dim: int) -> int:
-    """Columns of the tile that holds vectors of this length: a power of two that a matrix unit can take."""
-    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def padded_rows(problem: Problem, variant: Variant) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 
 import torch
@@ -17,6 +16,7 @@ from autoflash.runtime.executable import BackwardCall, ForwardCall
 from autoflash.runtime.launch import Kernel, KernelPlan, Layout
 from autoflash.runtime.layouts import Operand, descriptor_layout, strides_in_order_of
 from autoflash.runtime.load import load
+from autoflash.runtime.trivial import empty_forward
 from autoflash.trial import Resources
 from autoflash.variant import Variant
 
@@ -46,6 +46,11 @@ class GluonForward:
         return self._variant
 
     @property
+    def device(self) -> Device:
+        """Where it runs."""
+        return self._device
+
+    @property
     def source_digest(self) -> str:
         """Digest of the rendered text."""
         return self._digest
@@ -60,7 +65,7 @@ class GluonForward:
 
     def is_loaded(self, problem: Problem, *tensors: Tensor) -> bool:
         """Whether a prepared call would compile and load nothing."""
-        return _is_trivial(problem) or gluon_plan.forward_plan(problem, self._variant) in self._kernels
+        return problem.is_empty or gluon_plan.forward_plan(problem, self._variant) in self._kernels
 
     def resources(self) -> Resources | None:
         """The most that any of the loaded kernels takes; None before the first."""
@@ -77,8 +82,8 @@ class GluonForward:
             raise NoKernelError(reason)
         shape = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v)
         out = Operand.planned(shape, strides_in_order_of(shape, q), problem.dtype.itemsize)
-        if _is_trivial(problem):
-            return _trivial_call(out)
+        if problem.is_empty:
+            return empty_forward(out)
         plan = gluon_plan.forward_plan(problem, self._variant, (scale > 0) - (scale < 0) if scale == scale else 1)
         inputs = [Operand.of(tensor) for tensor in (q, k, v)]
         layouts: list[Layout | None] = [
@@ -146,22 +151,3 @@ class GluonForward:
         if ticket is None:
             ticket = self._tickets[stream] = torch.zeros(1, dtype=torch.int32, device=self._device.torch_device)
         return ticket
-
-
-def _is_trivial(problem: Problem) -> bool:
-    """Whether there is nothing to launch: no query, or no key to see."""
-    return problem.batch * problem.seqlen_q * problem.seqlen_k == 0
-
-
-def _trivial_call(planned: Operand) -> ForwardCall:
-    """Answer without a launch: no row sees a key."""
-
-    def call(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if out is None:
-            out = torch.empty_strided(planned.shape, planned.strides, dtype=q.dtype, device=q.device)
-        lse = torch.empty(planned.shape[:3], dtype=torch.float32, device=q.device) if lse is None else lse
-        return out.zero_(), lse.fill_(-math.inf)
-
-    return call

@@ -9,7 +9,7 @@ from autoflash.device import Device
 from autoflash.problem import Problem
 from autoflash.runtime.backward_plan import TENSORS, Step
 from autoflash.runtime.launch import Constant, KernelPlan, Layout, Number, NumberArgument, TensorArgument
-from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, descriptor_layout
+from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, block_dim, descriptor_layout
 from autoflash.variant import Variant
 
 CONSUMER_ROWS = 64
@@ -31,9 +31,9 @@ _KEYS_PER_PROGRAM = 128
 _STREAM_ROWS = 32
 
 
-def block_dim(head_dim: int) -> int:
-    """Columns of the tile that holds vectors of this length: a power of two of at least one swizzled row."""
-    return max(64, 1 << (head_dim - 1).bit_length())
+def tile_width(head_dim: int) -> int:
+    """Columns of a tile: at least one swizzled row of 128 bytes."""
+    return block_dim(head_dim, 64)
 
 
 def swizzled(block: tuple[int, ...]) -> str:
@@ -72,7 +72,7 @@ def forward_plan(problem: Problem, variant: Variant, scale_sign: int = 1) -> Ker
     """The compiled form that a forward call needs; ``scale_sign`` is -1, 0 or 1."""
     structure, config = variant.structure, variant.config
     consumers, block_n = structure.number("consumers"), config.number("BLOCK_N")
-    width, dtype = block_dim(problem.head_dim), problem.dtype.value
+    width, dtype = tile_width(problem.head_dim), problem.dtype.value
     constants: dict[str, Constant] = {
         "CONSUMERS": consumers,
         "BLOCK_N": block_n,
@@ -128,7 +128,7 @@ def forward_tiles(problem: Problem, variant: Variant) -> int:
 def forward_numbers(problem: Problem, variant: Variant, out: Operand, scale: float) -> tuple[Number, ...]:
     """The numbers of a forward launch, in the order of its plan."""
     n_tiles = forward_tiles(problem, variant)
-    bytes_per_head = 2 * problem.seqlen_k * block_dim(problem.head_dim) * problem.dtype.itemsize
+    bytes_per_head = 2 * problem.seqlen_k * tile_width(problem.head_dim) * problem.dtype.itemsize
     return (
         *out.kernel_strides()[:3],
         problem.seqlen_q,
@@ -151,7 +151,7 @@ def padded_rows(problem: Problem) -> int:
 
 def accumulator_shape(problem: Problem) -> tuple[int, ...]:
     """Of the float32 accumulator of dQ, in fragment order."""
-    return (problem.batch * problem.heads * padded_rows(problem) * block_dim(problem.head_dim) // 128, 128)
+    return (problem.batch * problem.heads * padded_rows(problem) * tile_width(problem.head_dim) // 128, 128)
 
 
 def backward_steps(
@@ -159,7 +159,7 @@ def backward_steps(
 ) -> tuple[Step, ...]:
     """The kernels of a backward call in launch order; arguments as in :func:`backward_plan.backward_steps`."""
     rows_per_head = padded_rows(problem)
-    width = block_dim(problem.head_dim)
+    width = tile_width(problem.head_dim)
     block_m = variant.config.number("BLOCK_M")
     chunk_width = width // 2 if block_m == CONSUMER_ROWS else width
     heads = problem.batch * problem.heads
@@ -199,7 +199,7 @@ def _backward_main(
     problem: Problem, variant: Variant, operands: Mapping[str, Operand], scale: float, chunk_width: int
 ) -> Step:
     config, dtype = variant.config, problem.dtype.value
-    width, block_m = block_dim(problem.head_dim), config.number("BLOCK_M")
+    width, block_m = tile_width(problem.head_dim), config.number("BLOCK_M")
     rows = {"q": block_m, "do": block_m, "k": 64, "v": 64, "dk": 64, "dv": 64}
     names = {"q": "q", "do": "dout", "k": "k", "v": "v", "dk": "dk", "dv": "dv"}
     tiles = {name: tile(name, dtype, rows[name], width) for name in rows}

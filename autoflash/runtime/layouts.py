@@ -49,6 +49,11 @@ class Operand:
         return tuple(0 if size == 1 else stride for size, stride in zip(self.shape, self.strides, strict=True))
 
 
+def block_dim(head_dim: int, least: int = 16) -> int:
+    """Columns of the tile that holds vectors of this length: a power of two, at least what a matrix unit can take."""
+    return max(least, 1 << (head_dim - 1).bit_length())
+
+
 def has_dense_strides(shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> bool:
     """Last stride 1, the others multiples of 16 bytes; where there is one element, its stride is of no account."""
     return (strides[3] == 1 or shape[3] == 1) and all(

@@ -19,6 +19,7 @@ from autoflash.runtime.executable import BackwardCall, ForwardCall
 from autoflash.runtime.launch import Kernel, KernelPlan, Launch
 from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, strides_in_order_of
 from autoflash.runtime.load import load
+from autoflash.runtime.trivial import empty_backward
 from autoflash.trial import Resources
 from autoflash.variant import Variant
 
@@ -63,6 +64,11 @@ class TritonBackward:
         return self._variant
 
     @property
+    def device(self) -> Device:
+        """Where it runs."""
+        return self._device
+
+    @property
     def source_digest(self) -> str:
         """Digest of the rendered text."""
         return self._digest
@@ -91,7 +97,7 @@ class TritonBackward:
         """The precondition that these tensors (q, k, v, dout) miss; None if it can run them."""
         if problem.deterministic and self._is_key_outer:
             return "loop_order=key_outer adds to dq in any order: it is not deterministic"
-        if _is_trivial(problem):
+        if problem.is_empty:
             return None
         shapes = _shapes(problem)
         planned = {name: _contiguous(shape, problem) for name, shape in shapes.items()}
@@ -115,7 +121,7 @@ class TritonBackward:
 
     def is_loaded(self, problem: Problem, *tensors: Tensor) -> bool:
         """Whether a call with an output as a forward call makes it would compile and load nothing."""
-        if _is_trivial(problem):
+        if problem.is_empty:
             return True
         q, k, v, dout = tensors
         operands = self._operands(problem, q, k, v, dout)
@@ -125,14 +131,7 @@ class TritonBackward:
 
     def resources(self) -> Resources | None:
         """The most that any of the loaded kernels takes; None before the first."""
-        known = [kernel.resources for kernel in list(self._kernels.values()) if kernel.resources is not None]
-        if not known:
-            return None
-        return Resources(
-            shared_bytes=max(one.shared_bytes for one in known),
-            registers=max(one.registers for one in known),
-            spill_bytes=max(one.spill_bytes for one in known),
-        )
+        return launch.most_of(self._kernels.values())
 
     def prepare_forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> ForwardCall:
         """Refuse: these are backward templates.
@@ -153,8 +152,8 @@ class TritonBackward:
         reason = self.why_not(problem, q, k, v, dout)
         if reason is not None:
             raise NoKernelError(reason)
-        if _is_trivial(problem):
-            return _zero_gradients
+        if problem.is_empty:
+            return empty_backward
         operands = self._operands(problem, q, k, v, dout)
         operands["out"] = Operand.of(out)
         return _Call(self, problem, operands, scale)
@@ -283,29 +282,6 @@ class _Call:
             target.copy_(source)
         dq, dk, dv = (made if target is None else target for target, made in zip(given, gradients, strict=True))
         return dq, dk, dv
-
-
-def _zero_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor,
-    dlse: Tensor | None = None,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Answer without a launch: no query sees a key."""
-    dq, dk, dv = (
-        torch.zeros_like(tensor) if given is None else given.zero_() for tensor, given in ((q, dq), (k, dk), (v, dv))
-    )
-    return dq, dk, dv
-
-
-def _is_trivial(problem: Problem) -> bool:
-    return problem.batch * problem.seqlen_q * problem.seqlen_k == 0
 
 
 def _shapes(problem: Problem) -> _Shapes:

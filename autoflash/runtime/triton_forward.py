@@ -16,8 +16,9 @@ from autoflash.problem import DType, Problem
 from autoflash.runtime import launch
 from autoflash.runtime.executable import BackwardCall, ForwardCall
 from autoflash.runtime.launch import Kernel, KernelPlan, Launch, Layout, Number, NumberArgument, TensorArgument
-from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, descriptor_layout, strides_in_order_of
+from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, block_dim, descriptor_layout, strides_in_order_of
 from autoflash.runtime.load import load
+from autoflash.runtime.trivial import empty_forward
 from autoflash.trial import Resources
 from autoflash.variant import Variant
 
@@ -27,11 +28,6 @@ _ROW_NAMES = ("m", "n", "n", "m")
 _TORCH_TYPES = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
 
 _Operands = tuple[Operand, Operand, Operand, Operand]
-
-
-def block_dim(head_dim: int) -> int:
-    """Columns of the tile that holds vectors of this length: a power of two that a matrix unit can take."""
-    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def forward_plan(problem: Problem, variant: Variant, *, dense: bool = True, scale_sign: int = 1) -> KernelPlan:
@@ -121,6 +117,11 @@ class TritonForward:
         return self._variant
 
     @property
+    def device(self) -> Device:
+        """Where it runs."""
+        return self._device
+
+    @property
     def source_digest(self) -> str:
         """Digest of the rendered text."""
         return self._digest
@@ -129,7 +130,7 @@ class TritonForward:
         """The precondition that these tensors (q, k, v) miss; None if it can run them."""
         if self._programs(problem) > launch.MAX_PROGRAMS:
             return f"{self._programs(problem)} tiles of queries are more than one launch has"
-        if not self._uses_tma or _is_trivial(problem):
+        if not self._uses_tma or problem.is_empty:
             return None
         if not self._device.has_tma and not launch.is_interpreted():
             return f"loads=tma needs a copy engine (sm_90 or newer), the device is {self._device.arch}"
@@ -146,7 +147,7 @@ class TritonForward:
 
     def is_loaded(self, problem: Problem, *tensors: Tensor) -> bool:
         """Whether a prepared call with a positive scale would compile and load nothing."""
-        if _is_trivial(problem):
+        if problem.is_empty:
             return True
         operands = self._operands(problem, tensors)
         return self._plan(problem, operands, scale_sign=1) in self._kernels
@@ -165,8 +166,8 @@ class TritonForward:
         if reason is not None:
             raise NoKernelError(reason)
         operands = self._operands(problem, (q, k, v))
-        if _is_trivial(problem):
-            return _trivial_call(operands[3])
+        if problem.is_empty:
+            return empty_forward(operands[3])
         return self._prepare(problem, operands, scale)
 
     def prepare_backward(
@@ -258,23 +259,3 @@ class TritonForward:
 
 def _are_dense(operands: _Operands) -> bool:
     return all(operand.is_dense for operand in operands)
-
-
-def _is_trivial(problem: Problem) -> bool:
-    """Whether there is nothing to launch: no query, or no key to see."""
-    return problem.batch * problem.seqlen_q * problem.seqlen_k == 0
-
-
-def _trivial_call(planned: Operand) -> ForwardCall:
-    """Answer without a launch: no row sees a key."""
-
-    def call(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        if out is None:
-            out = torch.empty_strided(planned.shape, planned.strides, dtype=q.dtype, device=q.device)
-        if lse is None:
-            lse = torch.empty(planned.shape[:3], dtype=torch.float32, device=q.device)
-        return out.zero_(), lse.fill_(-math.inf)
-
-    return call

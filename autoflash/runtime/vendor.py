@@ -65,7 +65,7 @@ class Vendor:
 
     def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
         """The reason why torch's backend cannot do the problem on these tensors (q, k, v); None if it can."""
-        if problem.batch * problem.seqlen_q * problem.seqlen_k == 0:
+        if problem.is_empty:
             return "there is no query or no key"
         if problem.causal and problem.alignment is Alignment.BOTTOM_RIGHT and problem.seqlen_q != problem.seqlen_k:
             return "torch's causal mask is aligned top-left"

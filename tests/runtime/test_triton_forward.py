@@ -12,7 +12,8 @@ from torch import Tensor
 from autoflash.codegen.render import Form
 from autoflash.errors import NoKernelError, UnsupportedError
 from autoflash.problem import DType, Mask, Problem
-from autoflash.runtime.triton_forward import TritonForward, block_dim, forward_plan
+from autoflash.runtime.layouts import block_dim
+from autoflash.runtime.triton_forward import TritonForward, forward_plan
 from autoflash.variant import Variant
 from tests.factories import make_device, make_problem, make_variant
 from tests.runtime.fake_gpu import FakeGpu
