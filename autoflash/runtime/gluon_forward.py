@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import threading
-
 import torch
 from torch import Tensor
 
-from autoflash.codegen.render import Form, render
+from autoflash.codegen.render import Form
 from autoflash.device import Device
-from autoflash.errors import NoKernelError, UnsupportedError
+from autoflash.errors import NoKernelError
 from autoflash.problem import Problem
 from autoflash.runtime import gluon_plan, launch
-from autoflash.runtime.executable import BackwardCall, ForwardCall
-from autoflash.runtime.launch import Kernel, KernelPlan, Layout
+from autoflash.runtime.compiled import CompiledExecutable
+from autoflash.runtime.executable import ForwardCall
+from autoflash.runtime.launch import Layout
 from autoflash.runtime.layouts import Operand, descriptor_layout, strides_in_order_of
-from autoflash.runtime.load import load
 from autoflash.runtime.trivial import empty_forward
-from autoflash.trial import Resources
 from autoflash.variant import Variant
 
 
-class GluonForward:
+class GluonForward(CompiledExecutable):
     """Executable of the forward templates of the Hopper family."""
 
     def __init__(self, form: Form, variant: Variant, device: Device) -> None:
@@ -31,29 +28,8 @@ class GluonForward:
             RenderError: for a structure that the templates do not have.
             ImportError: without Triton.
         """
-        source = render(form, variant.family, variant.structure)
-        self._module = load(source)
-        self._variant = variant
-        self._digest = source.digest
-        self._device = device
-        self._kernels: dict[KernelPlan, Kernel] = {}
+        super().__init__(form, variant, device)
         self._tickets: dict[int, Tensor] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def variant(self) -> Variant:
-        """What it runs."""
-        return self._variant
-
-    @property
-    def device(self) -> Device:
-        """Where it runs."""
-        return self._device
-
-    @property
-    def source_digest(self) -> str:
-        """Digest of the rendered text."""
-        return self._digest
 
     def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
         """The precondition that these tensors (q, k, v) miss; None if it can run them."""
@@ -66,10 +42,6 @@ class GluonForward:
     def is_loaded(self, problem: Problem, *tensors: Tensor) -> bool:
         """Whether a prepared call would compile and load nothing."""
         return problem.is_empty or gluon_plan.forward_plan(problem, self._variant) in self._kernels
-
-    def resources(self) -> Resources | None:
-        """The most that any of the loaded kernels takes; None before the first."""
-        return launch.most_of(self._kernels.values())
 
     def prepare_forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> ForwardCall:
         """Compile and load what the call needs, and bind everything that does not change between calls.
@@ -120,22 +92,6 @@ class GluonForward:
             return out if given is None else given, dense_lse if lse is None else lse
 
         return call
-
-    def prepare_backward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float
-    ) -> BackwardCall:
-        """Refuse: these are forward templates.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(f"a {problem.op.value} pass was asked of a forward kernel")
-
-    def _kernel(self, plan: KernelPlan) -> Kernel:
-        with self._lock:
-            if plan not in self._kernels:
-                self._kernels[plan] = launch.load_kernel(self._module, plan, self._device)
-            return self._kernels[plan]
 
     def _ticket(self) -> Tensor:
         """A counter at 0 that no other launch draws from at the same time.

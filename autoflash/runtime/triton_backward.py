@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from autoflash.codegen.render import Form, render
+from autoflash.codegen.render import Form
 from autoflash.device import Device
-from autoflash.errors import NoKernelError, UnsupportedError
+from autoflash.errors import NoKernelError
 from autoflash.problem import DType, Problem
 from autoflash.runtime import launch
 from autoflash.runtime.backward_plan import Step, backward_steps, padded_rows
-from autoflash.runtime.executable import BackwardCall, ForwardCall
-from autoflash.runtime.launch import Kernel, KernelPlan, Launch
+from autoflash.runtime.compiled import CompiledExecutable
+from autoflash.runtime.executable import BackwardCall
+from autoflash.runtime.launch import KernelPlan, Launch
 from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, strides_in_order_of
-from autoflash.runtime.load import load
 from autoflash.runtime.trivial import empty_backward
-from autoflash.trial import Resources
 from autoflash.variant import Variant
 
 _TORCH_TYPES = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
@@ -35,7 +33,7 @@ def backward_plans(problem: Problem, variant: Variant) -> tuple[KernelPlan, ...]
     return tuple(step.plan for step in backward_steps(problem, variant, operands, 1.0, has_dlse=False))
 
 
-class TritonBackward:
+class TritonBackward(CompiledExecutable):
     """Executable of the backward templates of the Triton family.
 
     Each prepared call is bound to the compiled forms that its tensors need: every tensor dense or strided, rows and
@@ -49,29 +47,8 @@ class TritonBackward:
             RenderError: for a structure that the templates do not have.
             ImportError: without Triton.
         """
-        source = render(form, variant.family, variant.structure)
-        self._module = load(source)
-        self._variant = variant
-        self._digest = source.digest
-        self._device = device
+        super().__init__(form, variant, device)
         self._is_key_outer = variant.structure.get("loop_order") == "key_outer"
-        self._kernels: dict[KernelPlan, Kernel] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def variant(self) -> Variant:
-        """What it runs."""
-        return self._variant
-
-    @property
-    def device(self) -> Device:
-        """Where it runs."""
-        return self._device
-
-    @property
-    def source_digest(self) -> str:
-        """Digest of the rendered text."""
-        return self._digest
 
     @property
     def uses_descriptors(self) -> bool:
@@ -129,18 +106,6 @@ class TritonBackward:
         steps = self.steps(problem, operands, 1.0, has_dlse=False)
         return all(step.plan in self._kernels for step in steps)
 
-    def resources(self) -> Resources | None:
-        """The most that any of the loaded kernels takes; None before the first."""
-        return launch.most_of(self._kernels.values())
-
-    def prepare_forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> ForwardCall:
-        """Refuse: these are backward templates.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(f"a {problem.op.value} pass was asked of a backward kernel")
-
     def prepare_backward(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float
     ) -> BackwardCall:
@@ -164,11 +129,7 @@ class TritonBackward:
         return tuple((self._bound(step), itemgetter(*step.tensors)) for step in steps)
 
     def _bound(self, step: Step) -> Launch:
-        with self._lock:
-            if step.plan not in self._kernels:
-                self._kernels[step.plan] = launch.load_kernel(self._module, step.plan, self._device)
-            kernel = self._kernels[step.plan]
-        return kernel.bind(step.layouts, step.numbers, step.programs)
+        return self._kernel(step.plan).bind(step.layouts, step.numbers, step.programs)
 
     def _operands(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> dict[str, Operand]:
         """The inputs as they are, and the gradients as a call allocates them."""

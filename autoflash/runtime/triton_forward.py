@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from autoflash.codegen.render import Form, render
+from autoflash.codegen.render import Form
 from autoflash.device import Device
-from autoflash.errors import NoKernelError, UnsupportedError
+from autoflash.errors import NoKernelError
 from autoflash.problem import DType, Problem
 from autoflash.runtime import launch
-from autoflash.runtime.executable import BackwardCall, ForwardCall
-from autoflash.runtime.launch import Kernel, KernelPlan, Launch, Layout, Number, NumberArgument, TensorArgument
+from autoflash.runtime.compiled import CompiledExecutable
+from autoflash.runtime.executable import ForwardCall
+from autoflash.runtime.launch import KernelPlan, Launch, Layout, Number, NumberArgument, TensorArgument
 from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, block_dim, descriptor_layout, strides_in_order_of
-from autoflash.runtime.load import load
 from autoflash.runtime.trivial import empty_forward
-from autoflash.trial import Resources
 from autoflash.variant import Variant
 
 _LOG2_E = math.log2(math.e)
@@ -86,7 +84,7 @@ def forward_plan(problem: Problem, variant: Variant, *, dense: bool = True, scal
     )
 
 
-class TritonForward:
+class TritonForward(CompiledExecutable):
     """Executable of the forward templates of the Triton family.
 
     Each prepared call is bound to one of a few compiled forms, chosen from the tensors: ``dense`` or ``strided``,
@@ -100,31 +98,10 @@ class TritonForward:
             RenderError: for a structure that the templates do not have.
             ImportError: without Triton.
         """
-        source = render(form, variant.family, variant.structure)
-        self._module = load(source)
-        self._variant = variant
-        self._digest = source.digest
-        self._device = device
+        super().__init__(form, variant, device)
         self._uses_tma = variant.structure.text("loads") == "tma"
         self._is_key_outer = variant.structure.text("loop_order") == "key_outer"
         self._block_m = variant.config.number("BLOCK_M")
-        self._kernels: dict[KernelPlan, Kernel] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def variant(self) -> Variant:
-        """What it runs."""
-        return self._variant
-
-    @property
-    def device(self) -> Device:
-        """Where it runs."""
-        return self._device
-
-    @property
-    def source_digest(self) -> str:
-        """Digest of the rendered text."""
-        return self._digest
 
     def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
         """The precondition that these tensors (q, k, v) miss; None if it can run them."""
@@ -152,10 +129,6 @@ class TritonForward:
         operands = self._operands(problem, tensors)
         return self._plan(problem, operands, scale_sign=1) in self._kernels
 
-    def resources(self) -> Resources | None:
-        """The most that any of the loaded kernels takes; None before the first."""
-        return launch.most_of(self._kernels.values())
-
     def prepare_forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> ForwardCall:
         """Compile and load what the call needs, and bind everything that does not change between calls.
 
@@ -169,16 +142,6 @@ class TritonForward:
         if problem.is_empty:
             return empty_forward(operands[3])
         return self._prepare(problem, operands, scale)
-
-    def prepare_backward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float
-    ) -> BackwardCall:
-        """Refuse: these are forward templates.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(f"a {problem.op.value} pass was asked of a forward kernel")
 
     def _prepare(self, problem: Problem, operands: _Operands, scale: float) -> ForwardCall:
         run = self._bind(problem, operands, scale)
@@ -245,12 +208,6 @@ class TritonForward:
         shape = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v)
         out = Operand.planned(shape, strides_in_order_of(shape, q), problem.dtype.itemsize)
         return Operand.of(q), Operand.of(k), Operand.of(v), out
-
-    def _kernel(self, plan: KernelPlan) -> Kernel:
-        with self._lock:
-            if plan not in self._kernels:
-                self._kernels[plan] = launch.load_kernel(self._module, plan, self._device)
-            return self._kernels[plan]
 
     def _programs(self, problem: Problem) -> int:
         heads = problem.batch * problem.heads
