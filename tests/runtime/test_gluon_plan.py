@@ -1,0 +1,110 @@
+"""Which compiled form of the Hopper family a call gets, with which numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from autoflash.device import CROSS_TARGETS
+from autoflash.problem import Alignment, DType, Mask, Pass, Problem
+from autoflash.runtime import gluon_plan
+from autoflash.runtime.layouts import Operand
+from autoflash.variant import Family
+from tests.factories import make_problem, make_variant
+
+H200 = CROSS_TARGETS["sm_90"]
+FORWARD = make_variant(Family.GLUON_SM90)
+
+
+def constants(problem: Problem, **changes: str | int) -> dict[str, object]:
+    return dict(gluon_plan.forward_plan(problem, make_variant(Family.GLUON_SM90, **changes)).constants)
+
+
+def operand(*shape: int, dense: bool = True) -> Operand:
+    strides = (shape[1] * shape[2] * shape[3], shape[2] * shape[3], shape[3], 1 if dense else 2)
+    return Operand.planned(shape, strides, 2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"seqlen_q": 1024}, True),
+        ({"seqlen_q": 1000}, True),
+        ({"seqlen_q": 256, "seqlen_k": 512}, True),
+        ({"seqlen_q": 250, "seqlen_k": 512}, False),
+        ({"seqlen_q": 512, "seqlen_k": 256}, False),
+        ({"seqlen_q": 512, "seqlen_k": 256, "alignment": Alignment.TOP_LEFT}, True),
+    ],
+)
+def test_blocks_of_the_loop_are_masked_only_where_the_diagonal_crosses_them(
+    sizes: dict[str, object], expected: bool
+) -> None:
+    problem = make_problem(head_dim=128, mask=Mask.CAUSAL, **sizes)  # type: ignore[arg-type]  # sizes and alignment
+
+    assert constants(problem)["EVERY_ROW_SEES"] is expected
+
+
+def test_without_a_causal_mask_every_row_sees_a_key() -> None:
+    assert constants(make_problem(seqlen_q=250, seqlen_k=33))["EVERY_ROW_SEES"] is True
+
+
+@pytest.mark.parametrize(("seqlen_k", "expected"), [(1024, False), (1000, True), (64, True)])
+def test_keys_that_do_not_fill_their_block_are_masked(seqlen_k: int, expected: bool) -> None:
+    assert constants(make_problem(seqlen_k=seqlen_k))["RAGGED_N"] is expected
+
+
+def test_one_consumer_takes_half_of_the_registers_and_two_blocks_stay() -> None:
+    problem = make_problem(batch=16, heads=16, seqlen_q=1024)
+    single = make_variant(Family.GLUON_SM90, consumers=1)
+
+    assert gluon_plan.forward_plan(problem, single).max_registers == 128
+    assert gluon_plan.forward_programs(problem, single, H200) == 2 * H200.multiprocessors
+    assert gluon_plan.forward_programs(problem, FORWARD, H200) == H200.multiprocessors
+
+
+def test_a_grid_that_does_not_stay_has_a_program_for_each_tile() -> None:
+    problem = make_problem(batch=2, heads=3, seqlen_q=300)
+
+    programs = gluon_plan.forward_programs(problem, make_variant(Family.GLUON_SM90, persistent=0), H200)
+
+    assert programs == 2 * 3 * 3
+
+
+def test_numbers_come_in_the_order_of_the_plan() -> None:
+    problem = make_problem(batch=2, heads=6, kv_heads=2, seqlen_q=300, seqlen_k=200, head_dim=128)
+    names = [argument.name for argument in gluon_plan.forward_plan(problem, FORWARD).numbers]
+
+    numbers = dict(zip(names, gluon_plan.forward_numbers(problem, FORWARD, operand(2, 6, 300, 128), 0.5), strict=True))
+
+    assert (numbers["n_q"], numbers["n_k"], numbers["n_heads"], numbers["group"]) == (300, 200, 6, 3)
+    assert (numbers["n_bh"], numbers["n_row_blocks"], numbers["n_tiles"]) == (12, 3, 36)
+    assert numbers["qk_scale"] == pytest.approx(0.5 * math.log2(math.e))
+    assert numbers["stride_om"] == 128
+
+
+@pytest.mark.parametrize(
+    ("problem", "operands", "words"),
+    [
+        (make_problem(dtype=DType.FP32), {}, "fp16 and bf16"),
+        (make_problem(head_dim=64, head_dim_v=128), {}, "must be equal"),
+        (make_problem(head_dim=20), {}, "multiple of 8"),
+        (make_problem(), {"k": operand(1, 2, 128, 64, dense=False)}, "k needs a last stride of 1"),
+        (make_problem(), {"v": Operand.planned((1, 2, 128, 64), (8192, 0, 64, 1), 2)}, "element of v"),
+    ],
+)
+def test_what_the_family_cannot_do_is_refused_with_the_reason(
+    problem: Problem, operands: dict[str, Operand], words: str
+) -> None:
+    assert words in (gluon_plan.why_not(problem, H200, operands) or "")
+
+
+def test_other_architectures_are_refused() -> None:
+    assert "sm_90" in (gluon_plan.why_not(make_problem(), CROSS_TARGETS["sm_100"], {}) or "")
+
+
+def test_workspaces_hold_whole_tiles() -> None:
+    problem = make_problem(op=Pass.BACKWARD, batch=2, heads=3, seqlen_q=130, head_dim=96)
+
+    assert gluon_plan.padded_rows(problem) == 256
+    assert gluon_plan.accumulator_shape(problem) == (2 * 3 * 256 * 128 // 128, 128)
