@@ -20,6 +20,7 @@ from autoflash.device import Device, DeviceKind
 from autoflash.problem import Mask, Pass, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.executable import Executable
+from autoflash.runtime.layouts import TORCH_TYPES
 from autoflash.runtime.probe import CardState, card_state
 from autoflash.trial import Measurement, Stage
 from autoflash.variant import Choices, Family, Variant
@@ -221,7 +222,7 @@ def _flush_buffer(device: str, size_bytes: int) -> Tensor:
 @lru_cache(maxsize=2)
 def _tensors(problem: Problem, device: Device, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """q, k, v, out, lse and dout of a problem: contiguous [B, H, S, D], normal random numbers."""
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[problem.dtype.value]
+    dtype = TORCH_TYPES[problem.dtype]
     generator = torch.Generator(device=device.torch_device).manual_seed(seed)
 
     def normal(heads: int, rows: int, width: int) -> Tensor:

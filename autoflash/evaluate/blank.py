@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from autoflash.device import Device
-from autoflash.evaluate.inputs import TORCH_TYPES
 from autoflash.problem import DType, Pass, Problem
+from autoflash.runtime.layouts import TORCH_TYPES
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from autoflash.problem import DType, Pass, Problem
-
-TORCH_TYPES = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
+from autoflash.runtime.layouts import TORCH_TYPES
 
 # NaNs with a payload that no arithmetic gives: a canary that is overwritten with NaN is seen too.
 _CANARIES = {torch.float16: 0x7E5A, torch.bfloat16: 0x7FDA, torch.float32: 0x7FC0A55A}

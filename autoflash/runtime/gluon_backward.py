@@ -6,9 +6,11 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from autoflash.errors import NoKernelError
 from autoflash.problem import Problem
 from autoflash.runtime import gluon_plan, launch
 from autoflash.runtime.backward_plan import Step
+from autoflash.runtime.executable import BackwardCall
 from autoflash.runtime.layouts import Operand
 from autoflash.runtime.triton_backward import TritonBackward
 
@@ -44,3 +46,15 @@ class GluonBackward(TritonBackward):
         if reason is None and rows > launch.MAX_PROGRAMS:
             reason = f"{rows} rows of queries are more than a tensor map counts"
         return reason
+
+    def prepare_backward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float
+    ) -> BackwardCall:
+        """Compile and load what the call needs, and bind everything that does not change between calls.
+
+        Raises:
+            NoKernelError: where :meth:`why_not` has something to say, or for an ``out`` that no forward here makes.
+        """
+        if not Operand.of(out).is_dense:
+            raise NoKernelError("out needs a last stride of 1 and the rest aligned to 16 bytes")
+        return super().prepare_backward(problem, q, k, v, out, dout, scale)

@@ -42,7 +42,6 @@ Constant = int | bool | str
 Number = int | float
 
 _TARGETS = {DeviceKind.CUDA: "cuda", DeviceKind.HIP: "hip"}
-_TORCH_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32"}
 
 # Triton's knobs are global to the process, and its compiler makes no promise to be thread-safe.
 _compile_lock = threading.Lock()
@@ -156,11 +155,6 @@ def is_interpreted() -> bool:
     from triton import knobs
 
     return bool(knobs.runtime.interpret)
-
-
-def torch_type_name(dtype: torch.dtype) -> str:
-    """Triton's name of an element type."""
-    return _TORCH_TYPES[dtype]
 
 
 def compile_kernel(module: ModuleType, plan: KernelPlan, device: Device) -> Any:

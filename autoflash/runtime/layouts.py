@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from autoflash.problem import DType
 from autoflash.runtime.launch import Layout
+
+TORCH_TYPES = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
+"""What torch calls the element types."""
 
 ALIGNMENT_BYTES = 16
 """What vector loads and tensor maps want of addresses and strides."""

@@ -11,17 +11,15 @@ from torch import Tensor
 from autoflash.codegen.render import Form
 from autoflash.device import Device
 from autoflash.errors import NoKernelError
-from autoflash.problem import DType, Problem
+from autoflash.problem import Problem
 from autoflash.runtime import launch
 from autoflash.runtime.backward_plan import Step, backward_steps, padded_rows
 from autoflash.runtime.compiled import CompiledExecutable
 from autoflash.runtime.executable import BackwardCall
 from autoflash.runtime.launch import KernelPlan, Launch
-from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, strides_in_order_of
+from autoflash.runtime.layouts import ALIGNMENT_BYTES, TORCH_TYPES, Operand, strides_in_order_of
 from autoflash.runtime.trivial import empty_backward
 from autoflash.variant import Variant
-
-_TORCH_TYPES = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
 
 _Shapes = dict[str, tuple[int, ...]]
 _Launches = tuple[tuple[Launch, Callable[[tuple[Tensor | None, ...]], tuple[Tensor, ...]]], ...]
@@ -151,7 +149,7 @@ class _Call:
         self._operands = operands
         self._scale = scale
         self._uses_descriptors = executable.uses_descriptors
-        self._dtype = _TORCH_TYPES[problem.dtype]
+        self._dtype = TORCH_TYPES[problem.dtype]
         self._row_shape = (2, problem.batch * problem.heads * executable.padded_rows(problem))
         self._accumulator_shape = executable.accumulator_shape(problem)
         self._made = tuple((operands[name].shape, operands[name].strides) for name in ("dq", "dk", "dv"))

@@ -11,19 +11,25 @@ from torch import Tensor
 from autoflash.codegen.render import Form
 from autoflash.device import Device
 from autoflash.errors import NoKernelError
-from autoflash.problem import DType, Problem
+from autoflash.problem import Problem
 from autoflash.runtime import launch
 from autoflash.runtime.compiled import CompiledExecutable
 from autoflash.runtime.executable import ForwardCall
 from autoflash.runtime.launch import KernelPlan, Launch, Layout, Number, NumberArgument, TensorArgument
-from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, block_dim, descriptor_layout, strides_in_order_of
+from autoflash.runtime.layouts import (
+    ALIGNMENT_BYTES,
+    TORCH_TYPES,
+    Operand,
+    block_dim,
+    descriptor_layout,
+    strides_in_order_of,
+)
 from autoflash.runtime.trivial import empty_forward
 from autoflash.variant import Variant
 
 _LOG2_E = math.log2(math.e)
 _TENSORS = ("q", "k", "v", "out")
 _ROW_NAMES = ("m", "n", "n", "m")
-_TORCH_TYPES = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
 
 _Operands = tuple[Operand, Operand, Operand, Operand]
 
@@ -146,7 +152,7 @@ class TritonForward(CompiledExecutable):
     def _prepare(self, problem: Problem, operands: _Operands, scale: float) -> ForwardCall:
         run = self._bind(problem, operands, scale)
         planned = operands[3]
-        shape, strides, dtype = planned.shape, planned.strides, _TORCH_TYPES[problem.dtype]
+        shape, strides, dtype = planned.shape, planned.strides, TORCH_TYPES[problem.dtype]
         is_like_q = (shape, strides) == (operands[0].shape, operands[0].strides)
         needs_state = self._is_key_outer
         others: dict[Operand, ForwardCall] = {}
