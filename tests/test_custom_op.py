@@ -96,7 +96,9 @@ def test_both_routes_agree_bitwise(layouts: tuple[bool, bool, bool]) -> None:
 def test_a_transposed_module_compiles_whole_and_recompiles_at_most_once() -> None:
     """Tensors as a fused projection makes them; the length is dynamic after the second shape."""
     weight = torch.randn(64, 64)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    from torch._dynamo.testing import CompileCounterWithBackend  # torch imports it only where asked
+
+    counter = CompileCounterWithBackend("aot_eager")
 
     def block(x: Tensor) -> Tensor:
         q = x.unflatten(-1, (4, 16)).transpose(1, 2)
