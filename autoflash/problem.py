@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -44,6 +45,34 @@ class Alignment(str, Enum):
     TOP_LEFT = "top_left"
 
 
+class Feature(str, Enum):
+    """What a problem asks for beyond plain attention. Each is a partial of the templates, and part of a kernel's form.
+
+    The order is that of a score's life: soft-capped, added to, hidden; then probabilities are dropped.
+    """
+
+    VARLEN = "varlen"
+    """Sequences of different lengths, packed one after the other."""
+    SOFTCAP = "softcap"
+    """Scores become cap * tanh(score / cap)."""
+    FLOAT_MASK = "float_mask"
+    """A tensor is added to the scores. It has no gradient."""
+    BOOL_MASK = "bool_mask"
+    """A tensor says which pairs take part."""
+    WINDOW = "window"
+    """Keys too far to the left or right of the query's position are hidden."""
+    DROPOUT = "dropout"
+    """Probabilities are dropped at random, and the others scaled up."""
+
+
+class MaskTensor(str, Enum):
+    """The kind of a mask that is given as a tensor, broadcastable to [B, H, M, N]."""
+
+    NONE = "none"
+    BOOL = "bool"
+    FLOAT = "float"
+
+
 class Parallelism(str, Enum):
     """B * H * ceil(Sq / 128) tiles per multiprocessor: below 1, up to 4, above 4."""
 
@@ -61,12 +90,21 @@ class Problem:
         dtype: Type of query, key, value, output and gradients.
         head_dim: Length of a query and key vector (D).
         head_dim_v: Length of a value and output vector (D_V).
-        batch, heads, kv_heads: B, H, H_KV; H is a multiple of H_KV.
-        seqlen_q, seqlen_k: Sq (M) and Sk (N); both may be 0.
+        batch, heads, kv_heads: B, H, H_KV; H is a multiple of H_KV. Of packed sequences, B is their number.
+        seqlen_q, seqlen_k: Sq (M) and Sk (N); both may be 0. Of packed sequences, lengths that stand for all of them:
+            the longest where it is known, else the mean. Nothing but speed depends on them.
         mask: Which keys a query sees.
-        alignment: Of a causal mask; irrelevant (and normalised to bottom-right) where Sq == Sk or nothing is causal.
+        alignment: Where a query stands among the keys, for a causal mask and a window; irrelevant (and normalised to
+            bottom-right) where Sq == Sk or nothing asks for it.
         deterministic: The backward must give the same bits on every launch. Always False forward.
         tf32: float32 products may be computed in TF32. Always False for fp16 and bf16.
+        window_left, window_right: A query at position p sees the keys from p - left to p + right, both included; None
+            has no bound there. A causal mask takes its part as well.
+        softcap: Scores become softcap * tanh(score / softcap); 0 leaves them alone.
+        mask_tensor: Whether each pair also has an element of a tensor, and of which kind.
+        dropout_p: Share of the probabilities that are dropped, 0 <= p < 1.
+        packed_q, packed_k: Rows of packed tensors [1, H, T, D], those behind the last sequence included; None where
+            nothing is packed.
     """
 
     op: Pass
@@ -82,9 +120,17 @@ class Problem:
     alignment: Alignment = Alignment.BOTTOM_RIGHT
     deterministic: bool = False
     tf32: bool = False
+    window_left: int | None = None
+    window_right: int | None = None
+    softcap: float = 0.0
+    mask_tensor: MaskTensor = MaskTensor.NONE
+    dropout_p: float = 0.0
+    packed_q: int | None = None
+    packed_k: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse sizes that mean nothing; normalise the fields that this problem does not look at."""
+        self._check_features()
         for name in ("head_dim", "head_dim_v", "heads", "kv_heads"):
             if getattr(self, name) < 1:
                 raise InvalidProblemError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -95,17 +141,69 @@ class Problem:
             raise InvalidProblemError(
                 f"query heads must be a multiple of key/value heads, got {self.heads} and {self.kv_heads}"
             )
-        if self.mask is Mask.FULL or self.seqlen_q == self.seqlen_k:
+        if not self.is_varlen and (not (self.causal or self.has_window) or self.seqlen_q == self.seqlen_k):
             object.__setattr__(self, "alignment", Alignment.BOTTOM_RIGHT)
         if self.op is Pass.FORWARD:
             object.__setattr__(self, "deterministic", False)
         if self.dtype is not DType.FP32:
             object.__setattr__(self, "tf32", False)
 
+    def _check_features(self) -> None:
+        for name in ("window_left", "window_right", "packed_q", "packed_k"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise InvalidProblemError(f"{name} must be None or not negative, got {value}")
+        if (self.packed_q is None) != (self.packed_k is None):
+            raise InvalidProblemError("packed_q and packed_k belong together: give both or neither")
+        if self.is_varlen and self.mask_tensor is not MaskTensor.NONE:
+            raise InvalidProblemError("packed sequences have no mask tensor: leave mask_tensor at none")
+        if not (0.0 <= self.softcap < math.inf):
+            raise InvalidProblemError(f"softcap must be a finite number, at least 0, got {self.softcap}")
+        if not 0.0 <= self.dropout_p < 1.0:
+            raise InvalidProblemError(f"dropout_p must be at least 0 and less than 1, got {self.dropout_p}")
+
     @property
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.heads // self.kv_heads
+
+    @property
+    def is_varlen(self) -> bool:
+        """Whether sequences are packed one after the other."""
+        return self.packed_q is not None
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a window has a bound that the causal mask does not imply."""
+        return self.window_left is not None or self.window_right is not None
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """What it asks for beyond plain attention, in the order of :class:`Feature`."""
+        asked = {
+            Feature.VARLEN: self.is_varlen,
+            Feature.SOFTCAP: self.softcap > 0.0,
+            Feature.FLOAT_MASK: self.mask_tensor is MaskTensor.FLOAT,
+            Feature.BOOL_MASK: self.mask_tensor is MaskTensor.BOOL,
+            Feature.WINDOW: self.has_window,
+            Feature.DROPOUT: self.dropout_p > 0.0,
+        }
+        return tuple(feature for feature in Feature if asked[feature])
+
+    @property
+    def tensor_batch(self) -> int:
+        """First size of the tensors: packed sequences share one."""
+        return 1 if self.is_varlen else self.batch
+
+    @property
+    def rows_q(self) -> int:
+        """Length of the queries' tensors."""
+        return self.seqlen_q if self.packed_q is None else self.packed_q
+
+    @property
+    def rows_k(self) -> int:
+        """Length of the keys' tensors."""
+        return self.seqlen_k if self.packed_k is None else self.packed_k
 
     @property
     def causal(self) -> bool:
@@ -115,11 +213,11 @@ class Problem:
     @property
     def is_empty(self) -> bool:
         """Whether there is no query, or no key to see."""
-        return self.batch * self.seqlen_q * self.seqlen_k == 0
+        return self.tensor_batch * self.rows_q * self.rows_k == 0
 
     @property
     def diagonal(self) -> int:
-        """Query i may see key j when j <= i + diagonal (causal only)."""
+        """Query i stands at key i + diagonal. Of packed sequences, each has its own."""
         return self.seqlen_k - self.seqlen_q if self.alignment is Alignment.BOTTOM_RIGHT else 0
 
     def replace(self, **changes: object) -> Problem:
@@ -128,14 +226,48 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """The part of a problem that the text of a kernel depends on. Sizes and types are arguments of the kernel.
+
+    Attributes:
+        op: Forward or backward.
+        mask: Which keys a query sees.
+        features: What is asked for beyond that, in the order of :class:`Feature`.
+    """
+
+    op: Pass
+    mask: Mask
+    features: tuple[Feature, ...] = ()
+
+    @classmethod
+    def of(cls, problem: Problem | Cell) -> Form:
+        """The form of a problem or cell."""
+        return cls(op=problem.op, mask=problem.mask, features=problem.features)
+
+    def has(self, *names: str) -> bool:
+        """Whether it has one of these features.
+
+        Raises:
+            ValueError: for a name that no feature has.
+        """
+        return any(Feature(name) in self.features for name in names)
+
+    def __str__(self) -> str:
+        """Short form such as ``forward/causal`` or ``forward/causal+softcap+window``."""
+        return f"{self.op.value}/{'+'.join([self.mask.value, *(feature.value for feature in self.features)])}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
     """A problem with its sizes in buckets: the unit that is tuned, recorded and looked up.
 
     Attributes:
-        op, dtype, head_dim, head_dim_v, mask, deterministic, tf32: As in :class:`Problem`.
+        op, dtype, head_dim, head_dim_v, mask, deterministic, tf32, features: As in :class:`Problem`.
         group: Query heads per key/value head.
         q_bucket, k_bucket: ``(S - 1).bit_length()`` of Sq and Sk; bucket b holds 2**(b-1) < S <= 2**b.
         parallelism: How many query tiles there are per multiprocessor.
+        window_bucket: Likewise of the number of keys that a window leaves a query; 0 without a window, or with one
+            that is open to a side.
     """
 
     op: Pass
@@ -149,13 +281,23 @@ class Cell:
     q_bucket: int
     k_bucket: int
     parallelism: Parallelism
+    features: tuple[Feature, ...] = ()
+    window_bucket: int = 0
 
     def to_dict(self) -> dict[str, str | int | bool]:
-        """Plain JSON content; :meth:`from_dict` reads it back."""
+        """Plain JSON content; :meth:`from_dict` reads it back. Features are named only where there are some.
+
+        So the keys of plain cells are those that they had before there were features.
+        """
         content: dict[str, str | int | bool] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             content[field.name] = value.value if isinstance(value, Enum) else value
+        features = content.pop("features")
+        if features:
+            content["features"] = features_text(self.features)
+        else:
+            del content["window_bucket"]
         return content
 
     @classmethod
@@ -167,13 +309,16 @@ class Cell:
         """
         enums = {"op": Pass, "dtype": DType, "mask": Mask, "parallelism": Parallelism}
         names = {field.name for field in dataclasses.fields(cls)}
-        if set(content) != names:
+        optional = {"features", "window_bucket"}
+        if set(content) not in (names, names - optional):
             raise ValueError(f"a cell has the fields {sorted(names)}, got {sorted(content)}")
         values = {name: enums[name](value) if name in enums else value for name, value in content.items()}
         for name, value in values.items():
-            expected = bool if name in ("deterministic", "tf32") else int
+            expected = str if name == "features" else bool if name in ("deterministic", "tf32") else int
             if name not in enums and type(value) is not expected:
                 raise ValueError(f"{name} of a cell must be {expected.__name__}, got {value!r}")
+        if "features" in values:
+            values["features"] = features_of(str(values["features"]))
         return cls(**values)  # type: ignore[arg-type]  # each value was checked above
 
     @property
@@ -186,8 +331,26 @@ class Cell:
         parts = [self.op.value, self.dtype.value + ("+tf32" if self.tf32 else "")]
         parts.append(f"d{self.head_dim}" + ("" if self.head_dim_v == self.head_dim else f"-{self.head_dim_v}"))
         parts += [f"gqa{self.group}"] if self.group > 1 else []
-        parts += [self.mask.value]
+        parts += ["+".join([self.mask.value, *(feature.value for feature in self.features)])]
+        parts += [f"w{2**self.window_bucket}"] if self.window_bucket else []
         parts += ["deterministic"] if self.deterministic else []
         parts += [f"q{2**self.q_bucket}", f"k{2**self.k_bucket}"]
         parts += [self.parallelism.value] if self.parallelism is not Parallelism.HIGH else []
         return "/".join(parts)
+
+
+def features_text(features: tuple[Feature, ...]) -> str:
+    """Features as records hold them, such as ``softcap,window``; :func:`features_of` reads it back."""
+    return ",".join(feature.value for feature in features)
+
+
+def features_of(text: str) -> tuple[Feature, ...]:
+    """Read what :func:`features_text` wrote.
+
+    Raises:
+        ValueError: for an unknown feature, or another order than that of :class:`Feature`.
+    """
+    features = tuple(Feature(name) for name in text.split(",")) if text else ()
+    if features != tuple(feature for feature in Feature if feature in features):
+        raise ValueError(f"features stand once each, in the order {features_text(tuple(Feature))}, got {text!r}")
+    return features

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from autoflash.device import Device
-from autoflash.problem import Mask, Pass, Problem
+from autoflash.problem import Form, Problem
 from autoflash.runtime.bind import bind as real_bind
 from autoflash.runtime.executable import BackwardCall, Executable, ForwardCall
 from autoflash.trial import Resources, Status
@@ -43,17 +43,17 @@ def fault_of(variant: Variant) -> str | None:
     return list(FAULTS)[index]
 
 
-def bind(op: Pass, mask: Mask, variant: Variant, device: Device) -> Executable:
+def bind(form: Form, variant: Variant, device: Device) -> Executable:
     """As ``runtime.bind.bind``, with faults."""
-    executable = real_bind(op, mask, variant, device)
+    executable = real_bind(form, variant, device)
     fault = fault_of(variant)
     return executable if fault is None else Faulty(executable, fault)
 
 
-def bind_only_failures(op: Pass, mask: Mask, variant: Variant, device: Device) -> Executable:
+def bind_only_failures(form: Form, variant: Variant, device: Device) -> Executable:
     """Nothing works here but vendor kernels: as on a device whose memory is full."""
     if variant.family is Family.VENDOR:
-        return real_bind(op, mask, variant, device)
+        return real_bind(form, variant, device)
     raise MemoryError("out of memory")
 
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autoflash.codegen.render import Form
 from autoflash.device import Device
 from autoflash.evaluate import reference
-from autoflash.problem import Alignment, DType, Mask, Pass, Problem
+from autoflash.problem import Alignment, DType, Form, Mask, Pass, Problem
 from autoflash.runtime.triton_backward import TritonBackward
 from autoflash.variant import Choices, Family, Variant
 from tests.factories import make_problem

@@ -15,7 +15,7 @@ from autoflash.dispatch.table import Table
 from autoflash.evaluate.benchmark import Call, device_lock, interleaved, make_call
 from autoflash.evaluate.cost import tflops
 from autoflash.keys import Json
-from autoflash.problem import DType, Mask, Pass, Problem
+from autoflash.problem import DType, Form, Mask, Pass, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.probe import environment
 from autoflash.space import catalog
@@ -170,7 +170,7 @@ def time_together(
     reasons: list[str] = []
     for variant in variants:
         try:
-            call = make_call(bind(problem.op, problem.mask, variant, device), problem, device, seed=seed)
+            call = make_call(bind(Form.of(problem), variant, device), problem, device, seed=seed)
             call()
         except Exception as error:
             # A kernel may fail in any way that torch, Triton or the driver has: it is a cell without a number.

@@ -10,7 +10,7 @@ from autoflash.cli.bench_grid import Timed, time_together
 from autoflash.device import Device
 from autoflash.evaluate.benchmark import benchmark, device_lock, make_call
 from autoflash.evaluate.cost import tflops
-from autoflash.problem import Problem
+from autoflash.problem import Form, Problem
 from autoflash.runtime.bind import bind
 from autoflash.trial import Stage
 from autoflash.variant import Variant
@@ -85,7 +85,7 @@ def sweep(
 
 def _screen(problem: Problem, device: Device, variant: Variant, seed: int) -> Timed:
     try:
-        call = make_call(bind(problem.op, problem.mask, variant, device), problem, device, seed=seed)
+        call = make_call(bind(Form.of(problem), variant, device), problem, device, seed=seed)
         measurement = benchmark(call, device, stage=Stage.SCREEN, run=uuid.uuid4().hex[:12], min_ms=20.0)
     except Exception as error:
         # As in time_together: a variant that fails has no time, and the sweep goes on.

@@ -16,13 +16,13 @@ import click
 from autoflash import __version__, paths
 from autoflash.cli.options import Common, common_options
 from autoflash.cli.output import print_json
-from autoflash.codegen.render import Form, render
+from autoflash.codegen.render import render
 from autoflash.db.repository import Repository
 from autoflash.device import Device, DeviceKind
 from autoflash.dispatch import table
 from autoflash.dispatch.table import other_device
 from autoflash.errors import AutoflashError, RenderError, UnsupportedError
-from autoflash.problem import Pass
+from autoflash.problem import Form, Pass
 from autoflash.runtime.probe import environment, probe
 from autoflash.space import catalog
 from autoflash.trial import Decision, Environment

@@ -8,11 +8,11 @@ from autoflash.cli.options import Common, ProblemOptions, common_options, proble
 from autoflash.cli.output import print_json
 from autoflash.cli.records import find_decision
 from autoflash.cli.variants import VariantOptions, target, variant_options
-from autoflash.codegen.render import Form, render
+from autoflash.codegen.render import render
 from autoflash.device import Device
 from autoflash.dispatch.buckets import cell_of
 from autoflash.errors import RenderError
-from autoflash.problem import Cell
+from autoflash.problem import Cell, Form
 from autoflash.variant import Family, Variant
 
 

@@ -18,7 +18,7 @@ from autoflash.dispatch.table import other_device
 from autoflash.errors import InvalidProblemError
 from autoflash.evaluate.verify import verify
 from autoflash.keys import Json
-from autoflash.problem import Problem
+from autoflash.problem import Form, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.probe import environment, probe
 from autoflash.space import catalog
@@ -105,7 +105,7 @@ def _recorded(common: Common, device: Device) -> Iterator[tuple[Problem, Variant
 def _check(problem: Problem, variant: Variant, device: Device, level: Level) -> Checked:
     cell = str(cell_of(problem, device))
     try:
-        executable = bind(problem.op, problem.mask, variant, device)
+        executable = bind(Form.of(problem), variant, device)
         found = verify(executable, problem, level, device=device)
     except Exception as error:
         # Whatever torch, Triton or the driver throws is this kernel's result, and the next one is still asked.

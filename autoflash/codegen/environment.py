@@ -24,7 +24,7 @@ def fail(message: str) -> NoReturn:
 def environment() -> jinja2.Environment:
     """The environment that every template is rendered in.
 
-    Templates see ``problem`` (a :class:`~autoflash.codegen.render.Form`), ``structure``
+    Templates see ``problem`` (a :class:`~autoflash.problem.Form`), ``structure``
     (:class:`~autoflash.variant.Choices`) and ``fail``; the header also sees its own fields.
     """
     created = jinja2.Environment(

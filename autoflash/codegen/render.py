@@ -13,32 +13,10 @@ import jinja2
 from autoflash import keys
 from autoflash.codegen.environment import environment
 from autoflash.errors import RenderError
-from autoflash.problem import Cell, Mask, Pass, Problem
+from autoflash.problem import Form, Mask
 from autoflash.variant import Choices, Family
 
 _FOLDERS = {Family.TRITON: "triton", Family.GLUON_SM90: "gluon_sm90", Family.TORCH_TILED: "torch"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """The part of a problem that the text of a kernel depends on. Sizes and types are arguments of the kernel.
-
-    Attributes:
-        op: Forward or backward.
-        mask: Which keys a query sees.
-    """
-
-    op: Pass
-    mask: Mask
-
-    @classmethod
-    def of(cls, problem: Problem | Cell) -> Form:
-        """The form of a problem or cell."""
-        return cls(op=problem.op, mask=problem.mask)
-
-    def __str__(self) -> str:
-        """Short form such as ``forward/causal``."""
-        return f"{self.op.value}/{self.mask.value}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +100,7 @@ def _command(form: Form, family: Family, structure: Choices) -> str:
     """The command line that prints this source."""
     words = ["autoflash render", f"--pass {form.op.value}", f"--family {family.value}"]
     words += ["--causal"] if form.mask is Mask.CAUSAL else []
+    words += [f"--feature {feature.value}" for feature in form.features]
     return " ".join([*words, *(f"--set {setting}" for setting in str(structure).split())])
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from autoflash.dispatch.buckets import problem_of
 from autoflash.dispatch.ladder import Candidate, Here
 from autoflash.errors import InvalidProblemError, RenderError
-from autoflash.problem import Cell, Problem
+from autoflash.problem import Cell, Form, Problem
 from autoflash.trial import Ranked, Tier, Verification
 from autoflash.variant import Family, Variant
 
@@ -189,7 +189,7 @@ def _source(cell: Cell, variant: Variant) -> Path | None:
     if variant.family is Family.VENDOR:
         return None
     # Rendering loads Jinja, which importing autoflash must not.
-    from autoflash.codegen.render import Form, render
+    from autoflash.codegen.render import render
     from autoflash.codegen.store import write
 
     try:

@@ -17,7 +17,7 @@ from autoflash.dispatch.buckets import cell_of
 from autoflash.dispatch.ladder import Candidate, Here, VendorPolicy, inference_ladder, training_ladders
 from autoflash.dispatch.table import Table, load
 from autoflash.errors import NoKernelError
-from autoflash.problem import Cell, Mask, Pass, Problem
+from autoflash.problem import Cell, Form, Pass, Problem
 from autoflash.runtime.executable import Executable
 from autoflash.runtime.probe import environment, probe
 from autoflash.trial import Tier, Verification
@@ -27,7 +27,7 @@ _LOG = logging.getLogger("autoflash")
 _Result = TypeVar("_Result")
 
 Verifier = Callable[[Executable, Problem], Verification]
-Binder = Callable[[Pass, Mask, Variant, Device], Executable]
+Binder = Callable[[Form, Variant, Device], Executable]
 
 # SDPA's math backend holds the whole score matrix; beyond this a generated kernel is the better fallback.
 _MOST_MATH_BYTES = 256 * 2**20
@@ -232,7 +232,7 @@ class Resolver:
             walk.passed_over.append(f"{variant}: {known}")
             return None
         try:
-            executable = self._binder(problem.op, problem.mask, variant, self.here(tensors[0].device).device)
+            executable = self._binder(Form.of(problem), variant, self.here(tensors[0].device).device)
             reason = executable.why_not(problem, *tensors)
         except Exception as error:
             # A variant of a record may be of any age: what its templates or its compiler throw is its own failure.
@@ -318,11 +318,11 @@ def _heed_log_level() -> None:
         _LOG.addHandler(logging.StreamHandler())
 
 
-def _bind(op: Pass, mask: Mask, variant: Variant, device: Device) -> Executable:
+def _bind(form: Form, variant: Variant, device: Device) -> Executable:
     # Rendering loads Jinja, which importing autoflash must not.
     from autoflash.runtime.bind import bind
 
-    return bind(op, mask, variant, device)
+    return bind(form, variant, device)
 
 
 def _describe(device: torch.device) -> Here:
@@ -332,7 +332,7 @@ def _describe(device: torch.device) -> Here:
 
 def _form(cell: Cell) -> Cell:
     """A cell without its sizes: one local verification serves all of them."""
-    return replace(cell, q_bucket=0, k_bucket=0)
+    return replace(cell, q_bucket=0, k_bucket=0, window_bucket=0)
 
 
 def _with_digest(candidate: Candidate, executable: Executable) -> Candidate:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autoflash import paths
 from autoflash.device import Device, DeviceKind
-from autoflash.problem import Mask, Pass, Problem
+from autoflash.problem import Form, Pass, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.executable import Executable
 from autoflash.runtime.layouts import TORCH_TYPES
@@ -238,7 +238,7 @@ def _tensors(problem: Problem, device: Device, seed: int) -> tuple[Tensor, Tenso
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         return q, k, v, out, lse, dout
     forward = problem.replace(op=Pass.FORWARD)
-    executable = bind(Pass.FORWARD, Mask(problem.mask), _PORTABLE, device)
+    executable = bind(Form.of(forward), _PORTABLE, device)
     scale = 1.0 / math.sqrt(problem.head_dim)
     out, lse = executable.prepare_forward(forward, q, k, v, scale)(q, k, v)
     return q, k, v, out, lse, dout

@@ -17,12 +17,12 @@ from autoflash.device import Device, DeviceKind
 from autoflash.errors import RenderError, UnsupportedError
 from autoflash.evaluate.benchmark import Call, benchmark, interleaved, make_call
 from autoflash.evaluate.verify import verify
-from autoflash.problem import Mask, Pass, Problem
+from autoflash.problem import Form, Problem
 from autoflash.runtime.executable import Executable
 from autoflash.trial import Level, Measurement, Resources, Stage, Status, Verification
 from autoflash.variant import Variant
 
-Binder = Callable[[Pass, Mask, Variant, Device], Executable]
+Binder = Callable[[Form, Variant, Device], Executable]
 
 DEFAULT_BINDER = "autoflash.runtime.bind:bind"
 """``module:function`` that makes executables; tests name another to inject faulty candidates."""
@@ -118,7 +118,7 @@ def _guarded(
     """Run one step on one candidate. The one place where anything that it raises becomes a status."""
     executable: Executable | None = None
     try:
-        executable = _resolve(binder)(problem.op, problem.mask, variant, device)
+        executable = _resolve(binder)(Form.of(problem), variant, device)
         outcome = work(executable)
     except Exception as error:
         outcome = Outcome(status=_status_of(error), detail=_one_line(error), poisoned=_is_poisoned(device))

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import threading
 
-from autoflash.codegen.render import Form
 from autoflash.device import Device
-from autoflash.problem import Mask, Pass
+from autoflash.problem import Form, Pass
 from autoflash.runtime.executable import Executable
 from autoflash.variant import Family, Variant
 
-_Key = tuple[Pass, Mask, Variant, Device]
+_Key = tuple[Form, Variant, Device]
 
 _bound: dict[_Key, Executable] = {}
 _lock = threading.RLock()
 
 
-def bind(op: Pass, mask: Mask, variant: Variant, device: Device) -> Executable:
+def bind(form: Form, variant: Variant, device: Device) -> Executable:
     """The executable of a variant on a device: one for each process, however many threads ask.
 
     Raises:
         RenderError: if the family has no template for this form or structure.
         ImportError: if the family's compiler is not installed.
     """
-    key = (op, mask, variant, device)
+    key = (form, variant, device)
     with _lock:
         executable = _bound.get(key)
         if executable is None:
-            executable = _bound[key] = _make(Form(op=op, mask=mask), variant, device)
+            executable = _bound[key] = _make(form, variant, device)
     return executable
 
 

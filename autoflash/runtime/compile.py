@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from autoflash.codegen.render import Form, render
+from autoflash.codegen.render import render
 from autoflash.device import Device, DeviceKind
 from autoflash.errors import RenderError
-from autoflash.problem import Pass, Problem
+from autoflash.problem import Form, Pass, Problem
 from autoflash.runtime import launch
 from autoflash.runtime.launch import KernelPlan
 from autoflash.runtime.load import load

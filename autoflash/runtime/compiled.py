@@ -6,12 +6,12 @@ import threading
 
 from torch import Tensor
 
-from autoflash.codegen.render import Form, render
+from autoflash.codegen.render import render
 from autoflash.device import Device
 from autoflash.errors import UnsupportedError
-from autoflash.problem import Problem
+from autoflash.problem import Form, Problem
 from autoflash.runtime import launch
-from autoflash.runtime.executable import BackwardCall, ForwardCall
+from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
 from autoflash.runtime.launch import Kernel, KernelPlan
 from autoflash.runtime.load import load
 from autoflash.trial import Resources
@@ -55,7 +55,9 @@ class CompiledExecutable:
         """The most that any of the loaded kernels takes; None before the first."""
         return launch.most_of(self._kernels.values())
 
-    def prepare_forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> ForwardCall:
+    def prepare_forward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras = NO_EXTRAS
+    ) -> ForwardCall:
         """Refuse, unless overridden: these are templates of the other pass.
 
         Raises:
@@ -64,7 +66,15 @@ class CompiledExecutable:
         raise UnsupportedError(f"a {problem.op.value} pass was asked of a backward kernel")
 
     def prepare_backward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        scale: float,
+        extras: Extras = NO_EXTRAS,
     ) -> BackwardCall:
         """Refuse, unless overridden: these are templates of the other pass.
 

@@ -1,12 +1,13 @@
 """The one shape that every way of computing attention has, whether generated or a vendor's.
 
 The verification harness, the benchmark and the dispatcher all run kernels through it, so that what was verified and
-timed is what runs. Tensors are always views of layout [B, H, S, D]; their strides are free.
+timed is what runs. Tensors are always views of layout [B, H, S, D]; their strides are free. Packed sequences are views
+[1, H, T, D], with an LSE of [1, H, T]; rows behind the last sequence get 0 (LSE -inf), and so do their gradients.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -15,11 +16,38 @@ from autoflash.trial import Resources
 from autoflash.variant import Variant
 
 
+class Extras(NamedTuple):
+    """The tensors beside q, k and v that some problems have. A plain problem has none.
+
+    A mask has the strides that it was prepared with, or any others of a call prepared anew.
+
+    Attributes:
+        mask: [B, H, M, N], expanded to that by strides of 0; bool (True takes part), or fp16, bf16, fp32 (added to the
+            scores after the softcap).
+        cu_seqlens_q, cu_seqlens_k: Where packed sequences begin, and the end of the last: [B + 1], int32, contiguous.
+        rng: Seed and offset of the dropout, [2], int64, contiguous, on the device.
+    """
+
+    mask: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    rng: Tensor | None = None
+
+
+NO_EXTRAS = Extras()
+
+
 class ForwardCall(Protocol):
     """A forward pass prepared for tensors of one shape, stride, dtype, device and 16-byte alignment."""
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor]:
         """Compute out [B, H, M, D_V] in q's dtype and lse [B, H, M] in float32 (natural log, -inf without keys).
 
@@ -43,6 +71,7 @@ class BackwardCall(Protocol):
         dq: Tensor | None = None,
         dk: Tensor | None = None,
         dv: Tensor | None = None,
+        extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute dq, dk, dv in the dtype of q from the gradients of out and, if given, of lse (float32)."""
         ...
@@ -69,12 +98,22 @@ class Executable(Protocol):
         """Whether a prepared call would need neither a compilation nor a module load (for CUDA-graph capture)."""
         ...
 
-    def prepare_forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> ForwardCall:
+    def prepare_forward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras = NO_EXTRAS
+    ) -> ForwardCall:
         """Compile and load what the call needs, and bind everything that does not change between calls."""
         ...
 
     def prepare_backward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        scale: float,
+        extras: Extras = NO_EXTRAS,
     ) -> BackwardCall:
         """As :meth:`prepare_forward`; ``problem.op`` is backward."""
         ...

@@ -10,7 +10,7 @@ from autoflash.errors import NoKernelError
 from autoflash.problem import Problem
 from autoflash.runtime import gluon_plan, launch
 from autoflash.runtime.backward_plan import Step
-from autoflash.runtime.executable import BackwardCall
+from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras
 from autoflash.runtime.layouts import Operand
 from autoflash.runtime.triton_backward import TritonBackward
 
@@ -48,7 +48,15 @@ class GluonBackward(TritonBackward):
         return reason
 
     def prepare_backward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        scale: float,
+        extras: Extras = NO_EXTRAS,
     ) -> BackwardCall:
         """Compile and load what the call needs, and bind everything that does not change between calls.
 

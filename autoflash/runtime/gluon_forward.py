@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autoflash.codegen.render import Form
 from autoflash.device import Device
 from autoflash.errors import NoKernelError
-from autoflash.problem import Problem
+from autoflash.problem import Form, Problem
 from autoflash.runtime import gluon_plan, launch
 from autoflash.runtime.compiled import CompiledExecutable
-from autoflash.runtime.executable import ForwardCall
+from autoflash.runtime.executable import NO_EXTRAS, Extras, ForwardCall
 from autoflash.runtime.launch import Layout
 from autoflash.runtime.layouts import Operand, descriptor_layout, strides_in_order_of
 from autoflash.runtime.trivial import empty_forward
@@ -43,7 +42,9 @@ class GluonForward(CompiledExecutable):
         """Whether a prepared call would compile and load nothing."""
         return problem.is_empty or gluon_plan.forward_plan(problem, self._variant) in self._kernels
 
-    def prepare_forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> ForwardCall:
+    def prepare_forward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras = NO_EXTRAS
+    ) -> ForwardCall:
         """Compile and load what the call needs, and bind everything that does not change between calls.
 
         Raises:
@@ -70,7 +71,12 @@ class GluonForward(CompiledExecutable):
         tickets = self._ticket if self._variant.structure.text("schedule") == "ticketed" else None
 
         def call(
-            q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            out: Tensor | None = None,
+            lse: Tensor | None = None,
+            extras: Extras = NO_EXTRAS,
         ) -> tuple[Tensor, Tensor]:
             given = out
             if out is None or out.stride() != out_strides or out.data_ptr() % 16:

@@ -54,6 +54,8 @@ def why_not(problem: Problem, device: Device, operands: dict[str, Operand]) -> s
     """The precondition of the family that a call misses; None where it can run."""
     if device.arch != "sm_90":
         return f"the family is made for sm_90, the device is {device.arch}"
+    if problem.features:
+        return f"the family has no {problem.features[0].value}"
     if problem.dtype.itemsize != 2:
         return f"the family computes in fp16 and bf16, not {problem.dtype.value}"
     if problem.head_dim != problem.head_dim_v:

@@ -9,11 +9,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from autoflash.codegen.render import Form, render
+from autoflash.codegen.render import render
 from autoflash.device import Device
 from autoflash.errors import UnsupportedError
-from autoflash.problem import Problem
-from autoflash.runtime.executable import BackwardCall, ForwardCall
+from autoflash.problem import Form, Problem
+from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
 from autoflash.runtime.layouts import strides_in_order_of
 from autoflash.runtime.load import load
 from autoflash.trial import Resources
@@ -64,7 +64,9 @@ class TorchTiled:
         """None: nothing is compiled."""
         return None
 
-    def prepare_forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> ForwardCall:
+    def prepare_forward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras = NO_EXTRAS
+    ) -> ForwardCall:
         """Bind the tiles, the scale and the diagonal.
 
         Raises:
@@ -76,7 +78,12 @@ class TorchTiled:
         out_strides = strides_in_order_of(out_shape, q)
 
         def call(
-            q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            out: Tensor | None = None,
+            lse: Tensor | None = None,
+            extras: Extras = NO_EXTRAS,
         ) -> tuple[Tensor, Tensor]:
             if out is None:
                 out = q.new_empty_strided(out_shape, out_strides)
@@ -89,7 +96,15 @@ class TorchTiled:
         return call
 
     def prepare_backward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        scale: float,
+        extras: Extras = NO_EXTRAS,
     ) -> BackwardCall:
         """As :meth:`prepare_forward`.
 
@@ -111,6 +126,7 @@ class TorchTiled:
             dq: Tensor | None = None,
             dk: Tensor | None = None,
             dv: Tensor | None = None,
+            extras: Extras = NO_EXTRAS,
         ) -> tuple[Tensor, Tensor, Tensor]:
             dq, dk, dv = (
                 q.new_empty_strided(*layout) if given is None else given

@@ -8,14 +8,13 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from autoflash.codegen.render import Form
 from autoflash.device import Device
 from autoflash.errors import NoKernelError
-from autoflash.problem import Problem
+from autoflash.problem import Form, Problem
 from autoflash.runtime import launch
 from autoflash.runtime.backward_plan import Step, backward_steps, padded_rows
 from autoflash.runtime.compiled import CompiledExecutable
-from autoflash.runtime.executable import BackwardCall
+from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras
 from autoflash.runtime.launch import KernelPlan, Launch
 from autoflash.runtime.layouts import ALIGNMENT_BYTES, TORCH_TYPES, Operand, strides_in_order_of
 from autoflash.runtime.trivial import empty_backward
@@ -105,7 +104,15 @@ class TritonBackward(CompiledExecutable):
         return all(step.plan in self._kernels for step in steps)
 
     def prepare_backward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        scale: float,
+        extras: Extras = NO_EXTRAS,
     ) -> BackwardCall:
         """Compile and load what the call needs, and bind everything that does not change between calls.
 
@@ -170,6 +177,7 @@ class _Call:
         dq: Tensor | None = None,
         dk: Tensor | None = None,
         dv: Tensor | None = None,
+        extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute dq, dk, dv from the gradients of out and, if given, of lse."""
         if dq is not None or dk is not None or dv is not None:

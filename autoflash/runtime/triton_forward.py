@@ -8,13 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autoflash.codegen.render import Form
 from autoflash.device import Device
 from autoflash.errors import NoKernelError
-from autoflash.problem import Problem
+from autoflash.problem import Form, Problem
 from autoflash.runtime import launch
 from autoflash.runtime.compiled import CompiledExecutable
-from autoflash.runtime.executable import ForwardCall
+from autoflash.runtime.executable import NO_EXTRAS, Extras, ForwardCall
 from autoflash.runtime.launch import KernelPlan, Launch, Layout, Number, NumberArgument, TensorArgument
 from autoflash.runtime.layouts import (
     ALIGNMENT_BYTES,
@@ -135,7 +134,9 @@ class TritonForward(CompiledExecutable):
         operands = self._operands(problem, tensors)
         return self._plan(problem, operands, scale_sign=1) in self._kernels
 
-    def prepare_forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> ForwardCall:
+    def prepare_forward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras = NO_EXTRAS
+    ) -> ForwardCall:
         """Compile and load what the call needs, and bind everything that does not change between calls.
 
         Raises:
@@ -158,7 +159,12 @@ class TritonForward(CompiledExecutable):
         others: dict[Operand, ForwardCall] = {}
 
         def call(
-            q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            out: Tensor | None = None,
+            lse: Tensor | None = None,
+            extras: Extras = NO_EXTRAS,
         ) -> tuple[Tensor, Tensor]:
             if out is None:
                 # The same memory, asked for in the way that takes torch the least time.

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from autoflash.runtime.executable import ForwardCall
+from autoflash.runtime.executable import NO_EXTRAS, Extras, ForwardCall
 from autoflash.runtime.layouts import Operand
 
 
@@ -15,7 +15,12 @@ def empty_forward(planned: Operand) -> ForwardCall:
     """A call that gives zeros in the planned layout and a log-sum-exp of minus infinity."""
 
     def call(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor]:
         if out is None:
             out = torch.empty_strided(planned.shape, planned.strides, dtype=q.dtype, device=q.device)

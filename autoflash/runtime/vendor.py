@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autoflash.codegen.render import Form
 from autoflash.device import Device, DeviceKind
 from autoflash.errors import NoKernelError, UnsupportedError
-from autoflash.problem import Alignment, Pass, Problem
-from autoflash.runtime.executable import BackwardCall, ForwardCall
+from autoflash.problem import Alignment, Form, Pass, Problem
+from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
 from autoflash.runtime.layouts import strides_in_order_of
 from autoflash.trial import Resources
 from autoflash.variant import Variant
@@ -67,6 +66,8 @@ class Vendor:
         """The reason why torch's backend cannot do the problem on these tensors (q, k, v); None if it can."""
         if problem.is_empty:
             return "there is no query or no key"
+        if problem.features:
+            return f"torch's kernels are not asked for {problem.features[0].value}"
         if problem.causal and problem.alignment is Alignment.BOTTOM_RIGHT and problem.seqlen_q != problem.seqlen_k:
             return "torch's causal mask is aligned top-left"
         if problem.op is Pass.BACKWARD and problem.deterministic and self._name != "math":
@@ -83,7 +84,9 @@ class Vendor:
         """Nothing is known of torch's kernels."""
         return None
 
-    def prepare_forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> ForwardCall:
+    def prepare_forward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras = NO_EXTRAS
+    ) -> ForwardCall:
         """Bind the arguments that do not change between calls.
 
         Raises:
@@ -94,7 +97,12 @@ class Vendor:
         wanted = strides_in_order_of((*q.shape[:3], v.shape[3]), q)
 
         def call(
-            q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            out: Tensor | None = None,
+            lse: Tensor | None = None,
+            extras: Extras = NO_EXTRAS,
         ) -> tuple[Tensor, Tensor]:
             made = attend(q, k, v)
             if out is not None:
@@ -106,7 +114,15 @@ class Vendor:
         return call
 
     def prepare_backward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        scale: float,
+        extras: Extras = NO_EXTRAS,
     ) -> BackwardCall:
         """Run the backend's own forward and keep its graph; each call is the backward of that graph alone.
 
@@ -177,6 +193,7 @@ class _Backward:
         dq: Tensor | None = None,
         dk: Tensor | None = None,
         dv: Tensor | None = None,
+        extras: Extras = NO_EXTRAS,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute dq, dk, dv from the gradient of out; a gradient of LSE is refused."""
         if dlse is not None:

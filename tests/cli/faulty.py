@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from autoflash.device import Device
-from autoflash.problem import Mask, Pass
+from autoflash.problem import Form
 from autoflash.runtime.bind import bind
 from autoflash.runtime.executable import Executable
 from autoflash.variant import Family, Variant
@@ -15,16 +15,16 @@ SEEN = "AUTOFLASH_TEST_SEEN"
 """Environment variable: an empty folder, in which ``every_second`` notes the variants it was asked for."""
 
 
-def always(op: Pass, mask: Mask, variant: Variant, device: Device) -> Executable:
+def always(form: Form, variant: Variant, device: Device) -> Executable:
     """No candidate survives."""
     raise RuntimeError("the launch failed")
 
 
-def every_second(op: Pass, mask: Mask, variant: Variant, device: Device) -> Executable:
+def every_second(form: Form, variant: Variant, device: Device) -> Executable:
     """Every second generated variant that a search asks for never works, whichever variants those are."""
     if variant.family is not Family.VENDOR and _place(variant) % 2:
         raise MemoryError("out of memory in the compiler")
-    return bind(op, mask, variant, device)
+    return bind(form, variant, device)
 
 
 def _place(variant: Variant) -> int:

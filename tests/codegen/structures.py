@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from autoflash.codegen.render import Form
-from autoflash.problem import Mask, Pass
+from autoflash.problem import Form, Mask, Pass
 from autoflash.space.catalog import search_space
 from autoflash.space.knob import Part
 from autoflash.variant import Choices, Family

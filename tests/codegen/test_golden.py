@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from autoflash.codegen.render import Form, render
-from autoflash.problem import Mask, Pass
+from autoflash.codegen.render import render
+from autoflash.problem import Form, Mask, Pass
 from autoflash.variant import Choices, Family
 from tests.factories import make_variant
 

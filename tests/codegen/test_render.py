@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autoflash.codegen.environment import environment
-from autoflash.codegen.render import Form, render, source_digest
+from autoflash.codegen.render import render, source_digest
 from autoflash.errors import RenderError
-from autoflash.problem import Mask, Pass
+from autoflash.problem import Form, Mask, Pass
 from autoflash.variant import Family
 from tests.factories import make_cell, make_problem, make_variant
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from autoflash import paths
-from autoflash.codegen.render import Form, RenderedSource, render
+from autoflash.codegen.render import RenderedSource, render
 from autoflash.codegen.store import write
-from autoflash.problem import Mask, Pass
+from autoflash.problem import Form, Mask, Pass
 from autoflash.variant import Family
 from tests.factories import make_variant
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from autoflash.codegen.render import Form, render
-from autoflash.problem import DType, Mask, Problem
+from autoflash.codegen.render import render
+from autoflash.problem import DType, Form, Mask, Problem
 from autoflash.runtime import launch
 from autoflash.runtime.load import load
 from autoflash.runtime.triton_backward import backward_plans

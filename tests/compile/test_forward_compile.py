@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from autoflash.codegen.render import Form, render
+from autoflash.codegen.render import render
 from autoflash.device import CROSS_TARGETS
-from autoflash.problem import DType, Mask
+from autoflash.problem import DType, Form, Mask
 from autoflash.runtime.compile import compile_variant
 from autoflash.runtime.launch import compile_kernel
 from autoflash.runtime.load import load

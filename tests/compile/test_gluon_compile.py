@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from autoflash.codegen.render import Form, render
+from autoflash.codegen.render import render
 from autoflash.device import CROSS_TARGETS
-from autoflash.problem import Mask, Pass, Problem
+from autoflash.problem import Form, Mask, Pass, Problem
 from autoflash.runtime import gluon_plan
 from autoflash.runtime.compile import compile_variant
 from autoflash.runtime.launch import KernelPlan, compile_kernel

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from autoflash import paths
-from autoflash.codegen.render import Form, render
+from autoflash.codegen.render import render
 from autoflash.db.repository import Repository
 from autoflash.deploy.shipped import device_slug, export_shipped, read_shipped, write_shipped
 from autoflash.errors import TableError
-from autoflash.problem import Pass
+from autoflash.problem import Form, Pass
 from autoflash.variant import Family
 from tests.factories import make_cell, make_decision, make_device, make_environment
 

@@ -16,7 +16,7 @@ from autoflash.dispatch.resolve import Resolver
 from autoflash.dispatch.table import Origin, Table
 from autoflash.evaluate import reference
 from autoflash.ops import CALLS, allocate
-from autoflash.problem import Mask, Pass, Problem
+from autoflash.problem import Form, Mask, Pass, Problem
 from autoflash.runtime.executable import BackwardCall, Executable, ForwardCall
 from autoflash.trial import Decision, Environment, Level, Resources, Verification
 from autoflash.variant import Family, Variant
@@ -127,12 +127,12 @@ class FakeKernels:
     passes: bool = True
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def bind(self, op: Pass, mask: Mask, variant: Variant, device: Device) -> Executable:
+    def bind(self, form: Form, variant: Variant, device: Device) -> Executable:
         with self.lock:
             script = dict(self.scripts.get(variant, {}))
             if "unbindable" in script:
                 raise RuntimeError(str(script["unbindable"]))
-            made = self.made.setdefault((op, mask, variant), FakeExecutable(variant))
+            made = self.made.setdefault((form.op, form.mask, variant), FakeExecutable(variant))
             for name, value in script.items():
                 setattr(made, name, value)
             return made

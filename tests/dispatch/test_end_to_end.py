@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 import autoflash
-from autoflash.codegen.render import Form, render
+from autoflash.codegen.render import render
 from autoflash.db.repository import Repository
 from autoflash.dispatch.buckets import cell_of
 from autoflash.errors import NoKernelError
 from autoflash.evaluate import reference
 from autoflash.ops import CALLS
-from autoflash.problem import DType, Mask, Pass, Problem
+from autoflash.problem import DType, Form, Mask, Pass, Problem
 from autoflash.runtime.probe import environment, probe
 from autoflash.trial import Decision, Tier
 from autoflash.variant import Family, Variant

@@ -10,7 +10,7 @@ import torch
 from autoflash.device import Device
 from autoflash.evaluate import benchmark as module
 from autoflash.evaluate.benchmark import benchmark, device_lock, interleaved, make_call
-from autoflash.problem import Pass, Problem
+from autoflash.problem import Form, Pass, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.probe import CardState, probe
 from autoflash.trial import Stage
@@ -78,7 +78,7 @@ def test_throttling_that_stays_is_recorded(cpu: Device, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("op", list(Pass))
 def test_a_prepared_call_runs_the_kernel(cpu: Device, op: Pass) -> None:
     problem = make_problem(op=op, seqlen_q=48, head_dim=16)
-    executable = bind(op, problem.mask, make_variant(family=Family.TORCH_TILED, op=op), cpu)
+    executable = bind(Form(op=op, mask=problem.mask), make_variant(family=Family.TORCH_TILED, op=op), cpu)
 
     tensors = make_call(executable, problem, cpu)()
 

@@ -9,7 +9,7 @@ from autoflash.evaluate import verify as gate
 from autoflash.evaluate.grid import Case, determinism_case, full_cases, screen_cases
 from autoflash.evaluate.inputs import Memory
 from autoflash.evaluate.verify import WORST_RATIO, Limit, compare, compare_lse, verify
-from autoflash.problem import Alignment, DType, Mask, Pass
+from autoflash.problem import Alignment, DType, Form, Mask, Pass
 from autoflash.runtime.bind import bind
 from autoflash.trial import Level
 from autoflash.variant import Choices, Family, Variant
@@ -37,7 +37,7 @@ def tiled(op, mask, loop_order):
         structure=Choices(loop_order=loop_order),
         config=Choices(block_m=64, block_n=128, heads_per_step=0),
     )
-    return bind(op, mask, variant, make_device("cpu"))
+    return bind(Form(op=op, mask=mask), variant, make_device("cpu"))
 
 
 @pytest.mark.parametrize("loop_order", ["query_outer", "key_outer"])
@@ -58,7 +58,7 @@ def test_the_tiled_torch_family_passes_the_grid_everywhere(op, dtype, mask, loop
 def test_vendor_kernels_pass_the_cases_that_they_can_do(op, backend):
     variant = Variant(family=Family.VENDOR, structure=Choices(backend=backend), config=Choices())
 
-    verification = verify(bind(op, Mask.FULL, variant, make_device("cpu")), problem_of(op=op), Level.FULL)
+    verification = verify(bind(Form(op=op, mask=Mask.FULL), variant, make_device("cpu")), problem_of(op=op), Level.FULL)
 
     assert verification.passed, verification.detail
     assert 10 < verification.checks <= len(full_cases(problem_of(op=op)))

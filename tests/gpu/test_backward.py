@@ -7,9 +7,8 @@ import gc
 import pytest
 import torch
 
-from autoflash.codegen.render import Form
 from autoflash.device import Device
-from autoflash.problem import DType, Mask, Problem
+from autoflash.problem import DType, Form, Mask, Problem
 from autoflash.runtime.probe import probe
 from autoflash.runtime.triton_backward import TritonBackward
 from autoflash.variant import Variant

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from autoflash.device import Device
 from autoflash.evaluate.verify import verify
-from autoflash.problem import DType, Mask, Pass, Problem
+from autoflash.problem import DType, Form, Mask, Pass, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.executable import ForwardCall
 from autoflash.runtime.probe import probe
@@ -38,7 +38,7 @@ def tensors(problem: Problem) -> list[Tensor]:
 
 
 def prepared(problem: Problem, variant: Variant, device: Device, inputs: list[Tensor]) -> ForwardCall:
-    return bind(problem.op, problem.mask, variant, device).prepare_forward(problem, *inputs, 0.1)
+    return bind(Form.of(problem), variant, device).prepare_forward(problem, *inputs, 0.1)
 
 
 @pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16])
@@ -58,7 +58,9 @@ def test_forward_passes_the_gate(
 ) -> None:
     problem = make_problem(dtype=dtype, head_dim=head_dim, batch=4, heads=8, seqlen_q=2048, mask=mask)
     schedule = "ticketed" if mask is Mask.CAUSAL and changes.get("persistent", 1) else "round_robin"
-    executable = bind(Pass.FORWARD, mask, make_variant(Family.GLUON_SM90, **changes, schedule=schedule), device)
+    executable = bind(
+        Form(op=Pass.FORWARD, mask=mask), make_variant(Family.GLUON_SM90, **changes, schedule=schedule), device
+    )
 
     verification = verify(executable, problem, Level.FULL, device=device)
 
@@ -72,7 +74,7 @@ def test_backward_passes_the_gate(device: Device, head_dim: int, block_m: int, m
     problem = make_problem(op=Pass.BACKWARD, dtype=dtype, head_dim=head_dim, batch=4, heads=8, seqlen_q=2048, mask=mask)
     variant = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD, BLOCK_M=block_m)
 
-    verification = verify(bind(Pass.BACKWARD, mask, variant, device), problem, Level.FULL, device=device)
+    verification = verify(bind(Form(op=Pass.BACKWARD, mask=mask), variant, device), problem, Level.FULL, device=device)
 
     assert verification.passed, verification.detail
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autoflash.evaluate.verify import verify
-from autoflash.problem import Alignment, DType, Mask, Pass
+from autoflash.problem import Alignment, DType, Form, Mask, Pass
 from autoflash.runtime.bind import bind
 from autoflash.runtime.probe import card_state, environment, probe
 from autoflash.trial import Level
@@ -31,7 +31,7 @@ def problem_of(**changes):
 @pytest.mark.parametrize("op", Pass)
 def test_each_backend_passes_the_grid_where_it_does_not_refuse(op, dtype, mask, backend):
     device = probe("cuda")
-    executable = bind(op, mask, vendor(backend), device)
+    executable = bind(Form(op=op, mask=mask), vendor(backend), device)
 
     verification = verify(executable, problem_of(op=op, dtype=dtype, mask=mask), Level.FULL, device=device)
 
@@ -41,7 +41,7 @@ def test_each_backend_passes_the_grid_where_it_does_not_refuse(op, dtype, mask, 
 
 @pytest.mark.parametrize("backend", ["cudnn", "flash"])
 def test_float32_is_refused_where_the_backend_has_none(backend):
-    executable = bind(Pass.FORWARD, Mask.FULL, vendor(backend), probe("cuda"))
+    executable = bind(Form(op=Pass.FORWARD, mask=Mask.FULL), vendor(backend), probe("cuda"))
     q, k, v = (torch.randn(2, 8, 64, 128, device="cuda") for _ in range(3))
 
     reason = executable.why_not(problem_of(dtype=DType.FP32, seqlen_q=64, seqlen_k=64), q, k, v)
@@ -52,7 +52,7 @@ def test_float32_is_refused_where_the_backend_has_none(backend):
 
 def test_bottom_right_alignment_is_refused():
     problem = problem_of(mask=Mask.CAUSAL, seqlen_q=64, seqlen_k=128, alignment=Alignment.BOTTOM_RIGHT)
-    executable = bind(Pass.FORWARD, Mask.CAUSAL, vendor("cudnn"), probe("cuda"))
+    executable = bind(Form(op=Pass.FORWARD, mask=Mask.CAUSAL), vendor("cudnn"), probe("cuda"))
 
     assert "top-left" in executable.why_not(problem)
 
@@ -70,7 +70,7 @@ def test_the_tiled_torch_family_passes_the_grid_on_a_gpu(op, dtype, mask, loop_o
     device = probe("cuda")
     problem = problem_of(op=op, dtype=dtype, mask=mask, deterministic=True)
 
-    verification = verify(bind(op, mask, variant, device), problem, Level.FULL, device=device)
+    verification = verify(bind(Form(op=op, mask=mask), variant, device), problem, Level.FULL, device=device)
 
     assert verification.passed, verification.detail
 

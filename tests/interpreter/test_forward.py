@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoflash.codegen.render import Form
-from autoflash.problem import Alignment, DType, Mask, Problem
+from autoflash.problem import Alignment, DType, Form, Mask, Problem
 from autoflash.runtime.probe import probe
 from autoflash.runtime.triton_forward import TritonForward
 from autoflash.variant import Variant

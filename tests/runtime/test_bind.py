@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from autoflash.errors import RenderError
-from autoflash.problem import Mask, Pass
+from autoflash.problem import Form, Mask, Pass
 from autoflash.runtime.bind import bind
 from autoflash.runtime.torch_module import TorchTiled
 from autoflash.runtime.vendor import Vendor
@@ -18,7 +18,7 @@ from tests.factories import make_device, make_variant
 def test_each_family_has_its_executable(op, family, kind):
     variant = make_variant(family=family, op=op)
 
-    executable = bind(op, Mask.FULL, variant, make_device("cpu"))
+    executable = bind(Form(op=op, mask=Mask.FULL), variant, make_device("cpu"))
 
     assert isinstance(executable, kind)
     assert executable.variant == variant
@@ -30,7 +30,7 @@ def test_each_family_has_its_executable(op, family, kind):
     [(Pass.FORWARD, "triton_forward", "TritonForward"), (Pass.BACKWARD, "triton_backward", "TritonBackward")],
 )
 def test_the_passes_of_triton_have_executables_of_their_own(op, module, name):
-    executable = bind(op, Mask.CAUSAL, make_variant(family=Family.TRITON, op=op), make_device())
+    executable = bind(Form(op=op, mask=Mask.CAUSAL), make_variant(family=Family.TRITON, op=op), make_device())
 
     assert type(executable).__name__ == name
     assert type(executable).__module__ == f"autoflash.runtime.{module}"
@@ -38,11 +38,11 @@ def test_the_passes_of_triton_have_executables_of_their_own(op, module, name):
 
 def test_a_variant_is_bound_once():
     variant = make_variant(family=Family.TORCH_TILED)
-    first = bind(Pass.FORWARD, Mask.FULL, variant, make_device("cpu"))
+    first = bind(Form(op=Pass.FORWARD, mask=Mask.FULL), variant, make_device("cpu"))
 
-    assert bind(Pass.FORWARD, Mask.FULL, variant, make_device("cpu")) is first
-    assert bind(Pass.FORWARD, Mask.CAUSAL, variant, make_device("cpu")) is not first
-    assert bind(Pass.FORWARD, Mask.FULL, variant, make_device("sm_80")) is not first
+    assert bind(Form(op=Pass.FORWARD, mask=Mask.FULL), variant, make_device("cpu")) is first
+    assert bind(Form(op=Pass.FORWARD, mask=Mask.CAUSAL), variant, make_device("cpu")) is not first
+    assert bind(Form(op=Pass.FORWARD, mask=Mask.FULL), variant, make_device("sm_80")) is not first
 
 
 def test_threads_get_the_same_executable():
@@ -50,7 +50,7 @@ def test_threads_get_the_same_executable():
     bound = []
 
     def work():
-        bound.append(bind(Pass.FORWARD, Mask.FULL, variant, make_device("sm_86")))
+        bound.append(bind(Form(op=Pass.FORWARD, mask=Mask.FULL), variant, make_device("sm_86")))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
@@ -69,4 +69,4 @@ def test_a_structure_without_a_template_is_an_error():
     )
 
     with pytest.raises(RenderError):
-        bind(Pass.FORWARD, Mask.FULL, broken, make_device("cpu"))
+        bind(Form(op=Pass.FORWARD, mask=Mask.FULL), broken, make_device("cpu"))

@@ -7,7 +7,8 @@ import os
 
 import pytest
 
-from autoflash.codegen.render import Form, render
+from autoflash.codegen.render import render
+from autoflash.problem import Form
 from autoflash.runtime import launch
 from autoflash.runtime.compile import compile_variant
 from autoflash.trial import Status

@@ -10,9 +10,10 @@ import os
 import pytest
 import torch
 
-from autoflash.codegen.render import Form, render
+from autoflash.codegen.render import render
 from autoflash.device import Device
 from autoflash.errors import NoKernelError
+from autoflash.problem import Form
 from autoflash.runtime import launch
 from autoflash.runtime.launch import KernelPlan, Layout, compile_kernel, compiled_resources, load_kernel
 from autoflash.runtime.load import load

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from autoflash import paths
-from autoflash.codegen.render import Form, RenderedSource, render
-from autoflash.problem import Mask, Pass
+from autoflash.codegen.render import RenderedSource, render
+from autoflash.problem import Form, Mask, Pass
 from autoflash.runtime import load as loading
 from autoflash.runtime.load import load
 from autoflash.variant import Family

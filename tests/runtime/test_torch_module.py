@@ -6,10 +6,9 @@ import threading
 import pytest
 import torch
 
-from autoflash.codegen.render import Form
 from autoflash.errors import UnsupportedError
 from autoflash.evaluate import reference
-from autoflash.problem import Alignment, DType, Mask, Pass
+from autoflash.problem import Alignment, DType, Form, Mask, Pass
 from autoflash.runtime.torch_module import TorchTiled
 from autoflash.variant import Choices, Family, Variant
 from tests.factories import make_device, make_problem

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoflash.codegen.render import Form
 from autoflash.device import Device
 from autoflash.errors import NoKernelError, UnsupportedError
-from autoflash.problem import DType, Mask, Problem
+from autoflash.problem import DType, Form, Mask, Problem
 from autoflash.runtime import launch
 from autoflash.runtime.launch import KernelPlan, Layout, Number
 from autoflash.runtime.triton_backward import TritonBackward, backward_plans

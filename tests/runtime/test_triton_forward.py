@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from autoflash.codegen.render import Form
 from autoflash.errors import NoKernelError, UnsupportedError
-from autoflash.problem import DType, Mask, Problem
+from autoflash.problem import DType, Form, Mask, Problem
 from autoflash.runtime.layouts import block_dim
 from autoflash.runtime.triton_forward import TritonForward, forward_plan
 from autoflash.variant import Variant

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoflash.codegen.render import Form
 from autoflash.errors import NoKernelError, UnsupportedError
 from autoflash.evaluate import reference
-from autoflash.problem import Alignment, DType, Mask, Pass, Problem
+from autoflash.problem import Alignment, DType, Form, Mask, Pass, Problem
 from autoflash.runtime.probe import probe
 from autoflash.runtime.vendor import Vendor
 from autoflash.variant import Choices, Family, Variant
