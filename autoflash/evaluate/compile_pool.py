@@ -92,8 +92,7 @@ class CompilePool:
             workers = list(self._workers)
         self._threads.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
-            if worker.pid is not None:
-                worker.interrupt()
+            worker.interrupt()
         self._threads.shutdown(wait=True)
         for worker in workers:
             worker.close()

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import BinaryIO, ParamSpec, TypeVar
 
-from autoflash.evaluate.worker_main import HEADER
+from autoflash.evaluate.worker_main import HEADER, import_module
 from autoflash.trial import Status
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_START_TIMEOUT_S = 120.0
+# A start imports torch, which takes minutes where many processes do so at once.
+_START_TIMEOUT_S = 300.0
 _TAIL_BYTES = 4096
 
 
@@ -56,6 +57,7 @@ class Worker:
         self._replies = -1
         self._log: BinaryIO | None = None
         self._log_start = 0
+        self._imported: set[str] = set()
         self._closed = False
 
     def __enter__(self) -> Worker:
@@ -89,13 +91,13 @@ class Worker:
 
         Args:
             function: Importable there by its module and name.
-            timeout_s: Wall clock from the request to the answer, without the child's start.
+            timeout_s: Wall clock from the request to the answer, without the child's start and imports.
             *args: Picklable positional arguments; keywords are not passed.
             **kwargs: None; they exist for the type of ``function`` only.
         """
         if kwargs:
             raise TypeError("a worker takes positional arguments only")
-        failure = self.start()
+        failure = self.start() or self._import(function.__module__)
         if failure is not None:
             return failure
         return self._exchange(function, args, timeout_s)
@@ -103,6 +105,7 @@ class Worker:
     def restart(self) -> None:
         """Kill the child; the next request starts another."""
         process, self._process = self._process, None
+        self._imported.clear()
         if process is not None:
             _kill_group(process)
         if self._requests is not None:
@@ -153,6 +156,20 @@ class Worker:
             os.close(reply_write)
         self._requests = os.fdopen(request_write, "wb")
         self._replies = reply_read
+        # Another thread may have interrupted it before there was a process to kill.
+        if self._closed:
+            self.restart()
+            raise WorkerClosedError("this worker is closed")
+
+    def _import(self, module: str) -> Failure | None:
+        """Import what a request needs, so that its time-out does not pay for it."""
+        if module in self._imported:
+            return None
+        reply = self._exchange(import_module, (module,), _START_TIMEOUT_S)
+        if isinstance(reply, Failure):
+            return reply
+        self._imported.add(module)
+        return None
 
     def _exchange(self, function: Callable[..., T], arguments: tuple[object, ...], timeout_s: float) -> T | Failure:
         request = pickle.dumps((function, arguments))

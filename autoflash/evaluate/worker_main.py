@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import pickle
 import signal
@@ -33,6 +34,11 @@ def main(requests: int, replies: int, parent: int) -> None:
             content = _answer(source.read(HEADER.unpack(header)[0]))
             sink.write(HEADER.pack(len(content)) + content)
             sink.flush()
+
+
+def import_module(name: str) -> None:
+    """Import a module that later requests need."""
+    importlib.import_module(name)
 
 
 def _answer(request: bytes) -> bytes:

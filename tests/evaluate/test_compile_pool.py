@@ -31,10 +31,14 @@ def compile_by_sequence_length(
     return CompileOutcome(status=Status.CORRECT, detail=str(problem.seqlen_q))
 
 
-@pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[CompilePool]:
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_pool, "compile_variant", compile_by_sequence_length)
-    with CompilePool(1, timeout_s=3.0) as pool:
+
+
+@pytest.fixture
+def pool() -> Iterator[CompilePool]:
+    with CompilePool(1, timeout_s=300.0) as pool:
         yield pool
 
 
@@ -45,21 +49,22 @@ def _problem(length: int) -> Problem:
 def test_results_belong_to_their_variants(pool: CompilePool) -> None:
     futures = [pool.submit(_problem(length), make_variant(), _H200) for length in (10, 20, 30)]
 
-    assert [future.result(timeout=60).detail for future in futures] == ["10", "20", "30"]
+    assert [future.result(timeout=300).detail for future in futures] == ["10", "20", "30"]
 
 
 def test_a_compiler_that_dies_is_a_compile_failure_and_the_next_goes_on(pool: CompilePool) -> None:
     dead, alive = (pool.submit(_problem(length), make_variant(), _H200) for length in (1, 10))
 
-    assert dead.result(timeout=60).status is Status.COMPILE
+    assert dead.result(timeout=300).status is Status.COMPILE
     assert "status 7" in dead.result().detail
-    assert alive.result(timeout=60).status is Status.CORRECT
+    assert alive.result(timeout=300).status is Status.CORRECT
 
 
-def test_a_compiler_that_hangs_is_killed(pool: CompilePool) -> None:
-    hung = pool.submit(_problem(2), make_variant(), _H200)
+def test_a_compiler_that_hangs_is_killed() -> None:
+    with CompilePool(1, timeout_s=0.5) as pool:
+        hung = pool.submit(_problem(2), make_variant(), _H200)
 
-    assert hung.result(timeout=60).status is Status.TIMEOUT
+        assert hung.result(timeout=300).status is Status.TIMEOUT
 
 
 def test_portable_and_vendor_variants_start_no_process(pool: CompilePool) -> None:
@@ -78,7 +83,8 @@ def test_closing_ends_what_runs_and_forgets_what_waits(pool: CompilePool) -> Non
 
     pool.close()
 
-    assert time.monotonic() - started < 30.0
+    # Less than the sleep, by far; how much less is up to the machine.
+    assert time.monotonic() - started < 300.0
     assert running.done()
     with pytest.raises(CancelledError):
         waiting.result(timeout=1)
@@ -95,7 +101,7 @@ def test_what_compiles_to_the_same_kernel_is_compiled_once(pool: CompilePool) ->
 
     assert same is first
     assert other is not first
-    assert first.result(timeout=60).status is Status.CORRECT
+    assert first.result(timeout=300).status is Status.CORRECT
 
 
 def test_the_kernels_of_a_verification_are_compiled_before_it_begins(pool: CompilePool) -> None:

@@ -7,13 +7,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from autoflash.evaluate.worker import Failure, Worker, WorkerClosedError
 from autoflash.trial import Status
+from tests.evaluate import slow_to_import
 
-_LONG_S = 60.0
+_LONG_S = 300.0
 
 
 def add(one: int, other: int) -> int:
@@ -103,14 +106,53 @@ def test_a_crash_is_explained_by_the_signal_and_the_last_words(worker: Worker) -
 
 def test_a_hang_is_killed_after_its_time(worker: Worker) -> None:
     worker.start()
-    started = time.monotonic()
+    before = worker.pid
 
     reply = worker.call(hang, 0.5)
 
     assert isinstance(reply, Failure)
     assert (reply.status, reply.detail) == (Status.TIMEOUT, "no answer within 0.5 s; killed")
-    assert time.monotonic() - started < 10.0
     assert worker.pid is None
+    assert before is not None
+    assert not _is_running(before)
+
+
+def test_the_time_for_imports_is_not_the_requests() -> None:
+    """The module that this function lies in is imported first, and takes longer than the function may."""
+    with Worker() as worker:
+        reply = worker.call(slow_to_import.answer, 2.0)
+
+        assert reply == 42
+        assert worker.call(slow_to_import.answer, 2.0) == 42
+
+
+def test_a_worker_that_is_interrupted_before_it_starts_never_does() -> None:
+    worker = Worker()
+
+    worker.interrupt()
+
+    with pytest.raises(WorkerClosedError):
+        worker.start()
+    assert worker.pid is None
+
+
+def test_a_worker_that_is_interrupted_while_it_starts_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = Worker()
+    started: list[subprocess.Popen[bytes]] = []
+
+    def popen(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(subprocess.Popen(*arguments, **options))
+        worker.interrupt()
+        return started[0]
+
+    monkeypatch.setattr(
+        "autoflash.evaluate.worker.subprocess", SimpleNamespace(Popen=popen, DEVNULL=subprocess.DEVNULL)
+    )
+
+    with pytest.raises(WorkerClosedError):
+        worker.start()
+    assert worker.pid is None
+    assert started[0].poll() is not None
 
 
 def test_closing_kills_everything_that_it_started_for_good() -> None:
@@ -123,7 +165,8 @@ def test_closing_kills_everything_that_it_started_for_good() -> None:
     assert isinstance(grandchild, int)
     assert child is not None
     assert not _is_running(child)
-    assert not _is_running(grandchild)
+    # Killed at the same time, and collected by whoever inherits it.
+    assert _ends(grandchild)
     with pytest.raises(WorkerClosedError):
         worker.call(add, _LONG_S, 1, 1)
 
@@ -154,7 +197,7 @@ def _is_running(process: int) -> bool:
 
 
 def _ends(process: int) -> bool:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 120.0
     while _is_running(process) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not _is_running(process)
