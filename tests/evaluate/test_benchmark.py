@@ -15,6 +15,7 @@ from autoflash.runtime.bind import bind
 from autoflash.runtime.probe import CardState, probe
 from autoflash.trial import Stage
 from autoflash.variant import Family
+from tests.evaluate.clock import Clock
 from tests.factories import make_problem, make_variant
 
 
@@ -23,19 +24,36 @@ def cpu() -> Device:
     return probe("cpu")
 
 
-def test_a_time_is_a_median_with_its_spread(cpu: Device) -> None:
-    measurement = benchmark(lambda: time.sleep(0.002), cpu, stage=Stage.SCREEN, run="r", min_ms=20.0)
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
 
-    assert 2000.0 <= measurement.p20_us <= measurement.median_us <= measurement.p80_us < 50_000.0
-    assert measurement.samples >= 5
+
+def test_a_time_is_a_median_with_its_spread(cpu: Device, clock: Clock) -> None:
+    # The first call, three to warm up, then 10 samples: one late, two a little, so that only the spread shows them.
+    call = clock.call(0.002, {4: 1.0, 5: 0.001, 6: 0.001})
+
+    measurement = benchmark(call, cpu, stage=Stage.SCREEN, run="r", min_ms=20.0)
+
+    times = (measurement.p20_us, measurement.median_us, measurement.p80_us)
+    assert times == pytest.approx((2000.0, 2000.0, 3000.0))
+    assert measurement.samples == 10
     assert measurement.policy == "perf_counter/cold-cache/v1"
     assert (measurement.stage, measurement.run) == (Stage.SCREEN, "r")
     assert measurement.taken_at.endswith("+00:00")
 
 
-def test_slow_calls_get_few_samples_and_fast_ones_many(cpu: Device) -> None:
-    slow = benchmark(lambda: time.sleep(0.02), cpu, stage=Stage.SCREEN, min_ms=1.0)
-    fast = benchmark(lambda: None, cpu, stage=Stage.SCREEN, min_ms=1000.0)
+def test_the_clock_of_the_host_is_the_one_that_is_read(cpu: Device) -> None:
+    measurement = benchmark(lambda: time.sleep(0.002), cpu, stage=Stage.SCREEN, min_ms=0.0)
+
+    assert 2000.0 <= measurement.p20_us <= measurement.median_us <= measurement.p80_us
+
+
+def test_slow_calls_get_few_samples_and_fast_ones_many(cpu: Device, clock: Clock) -> None:
+    slow = benchmark(clock.call(0.02), cpu, stage=Stage.SCREEN, min_ms=1.0)
+    fast = benchmark(clock.call(1e-6), cpu, stage=Stage.SCREEN, min_ms=1000.0)
 
     assert slow.samples == 5
     assert fast.samples == 200
@@ -108,7 +126,7 @@ def test_another_process_waits_for_the_device(cpu: Device) -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             other.wait(timeout=0.5)
 
-    assert other.communicate(timeout=30)[0] == "in\n"
+    assert other.communicate(timeout=300)[0] == "in\n"
 
 
 def _first_query(problem: Problem, device: Device, *, seed: int) -> float:

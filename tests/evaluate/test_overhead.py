@@ -1,19 +1,23 @@
 from __future__ import annotations
 
-import time
-
+import pytest
 import torch
 
 from autoflash.device import Device, DeviceKind
 from autoflash.evaluate import overhead
+from tests.evaluate.clock import Clock
 
 CPU = Device(kind=DeviceKind.CPU, name="Test CPU", arch="x86_64", multiprocessors=2, shared_bytes=0)
 
 
-def test_host_time_is_per_call_and_in_order() -> None:
-    fast, slow = overhead.host_us([lambda: None, lambda: time.sleep(50e-6)], CPU, rounds=3)
+def test_host_time_is_the_median_per_call_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr(overhead, "time", clock)
+    # One sample of three is held up.
+    last = 20 + 3 * overhead.CALLS - 1
+    calls = [clock.call(3e-6), clock.call(50e-6, {last: 1.0})]
 
-    assert fast < 10 < 50 <= slow < 5000
+    assert overhead.host_us(calls, CPU, rounds=3) == pytest.approx([3.0, 50.0])
 
 
 def test_calls_are_timed_without_autograd() -> None:
