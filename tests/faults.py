@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from autoflash.device import Device
+from autoflash.evaluate.evaluator import Outcome
+from autoflash.evaluate.isolated import IsolatedEvaluator, TimeLimits
 from autoflash.problem import Form, Problem
 from autoflash.runtime.bind import bind as real_bind
 from autoflash.runtime.executable import BackwardCall, Executable, ForwardCall
@@ -55,6 +57,21 @@ def bind_only_failures(form: Form, variant: Variant, device: Device) -> Executab
     if variant.family is Family.VENDOR:
         return real_bind(form, variant, device)
     raise MemoryError("out of memory")
+
+
+class Impatient(IsolatedEvaluator):
+    """Waits long for candidates that are only slow, as on a busy machine, and not for one that hangs."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device, binder=f"{__name__}:bind", limits=TimeLimits(screen_s=300.0))
+
+    def screen(self, problem: Problem, variant: Variant) -> Outcome:
+        patient = self._limits
+        if fault_of(variant) == "hang":
+            self._limits = TimeLimits(screen_s=2.0)
+        outcome = super().screen(problem, variant)
+        self._limits = patient
+        return outcome
 
 
 class CompilationError(Exception):

@@ -10,7 +10,7 @@ from autoflash.device import Device
 from autoflash.errors import RenderError, UnsupportedError
 from autoflash.evaluate import evaluator as module
 from autoflash.evaluate.evaluator import Outcome
-from autoflash.evaluate.isolated import IsolatedEvaluator, TimeLimits
+from autoflash.evaluate.isolated import IsolatedEvaluator
 from autoflash.problem import DType, Pass, Problem
 from autoflash.runtime.probe import probe
 from autoflash.trial import Level, Measurement, Stage, Status
@@ -29,7 +29,7 @@ def cpu() -> Device:
 
 @pytest.fixture(scope="module")
 def isolated(cpu: Device) -> Iterator[IsolatedEvaluator]:
-    with IsolatedEvaluator(cpu, binder=_BINDER, limits=TimeLimits(screen_s=20.0)) as evaluator:
+    with IsolatedEvaluator(cpu, binder=_BINDER) as evaluator:
         yield evaluator
 
 
@@ -83,7 +83,7 @@ def test_a_fault_does_not_pass_the_full_grid(cpu: Device, fault: str) -> None:
 
 
 def test_an_exit_and_a_hang_cost_the_worker_and_nothing_else(cpu: Device) -> None:
-    with IsolatedEvaluator(cpu, binder=_BINDER, limits=TimeLimits(screen_s=5.0)) as evaluator:
+    with faults.Impatient(cpu) as evaluator:
         left = evaluator.screen(_problem(), _variant("exit"))
         hung = evaluator.screen(_problem(), _variant("hang"))
 

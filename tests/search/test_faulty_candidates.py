@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from autoflash.db.repository import Repository
-from autoflash.evaluate.isolated import TimeLimits
+from autoflash.evaluate.evaluator import DEFAULT_BINDER
 from autoflash.problem import DType, Parallelism
 from autoflash.runtime.probe import probe
-from autoflash.search.request import TuneRequest, TuneSummary
+from autoflash.search.request import TuneRequest
 from autoflash.search.tuner import tune
 from autoflash.trial import Level, Status
 from autoflash.variant import Family
@@ -21,26 +21,16 @@ _CELL = make_cell(dtype=DType.FP32, head_dim=16, q_bucket=7, parallelism=Paralle
 _SPACE = 24
 
 
-def _tune(repository: Repository, binder: str, trials: int) -> TuneSummary:
-    request = TuneRequest(
-        cells=(_CELL,),
-        device=probe("cpu"),
-        trials=trials,
-        seed=0,
-        vendors=False,
-        binder=binder,
-        # A hang is found after this long; a loaded machine may take seconds for a good candidate.
-        limits=TimeLimits(screen_s=15.0),
-    )
-    return tune(request, repository)
+def _request(trials: int, binder: str = DEFAULT_BINDER) -> TuneRequest:
+    return TuneRequest(cells=(_CELL,), device=probe("cpu"), trials=trials, seed=0, vendors=False, binder=binder)
 
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with every variant of a small space, a third of them faulty."""
     file = tmp_path_factory.mktemp("faults") / "tuning.sqlite"
-    with Repository.open(str(file)) as repository:
-        _tune(repository, "tests.faults:bind", _SPACE)
+    with Repository.open(str(file)) as repository, faults.Impatient(probe("cpu")) as evaluator:
+        tune(_request(_SPACE), repository, evaluator=evaluator)
     return file
 
 
@@ -74,7 +64,7 @@ def test_no_faulty_candidate_is_chosen(tuned: Path) -> None:
 
 def test_where_nothing_works_there_is_no_decision(tmp_path: Path) -> None:
     with Repository.open(str(tmp_path / "tuning.sqlite")) as repository:
-        summary = _tune(repository, "tests.faults:bind_only_failures", 3)
+        summary = tune(_request(3, "tests.faults:bind_only_failures"), repository)
 
         assert repository.decisions() == []
         assert [trial.status for trial in repository.trials()] == [Status.RUNTIME] * 3
