@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -11,6 +12,9 @@ from pathlib import Path
 
 from autoflash.db.repository import Repository
 from tests.factories import make_trial, make_variant
+
+# Longer than any database waits for another process.
+_PATIENCE_S = 400.0
 
 
 def start(works: Sequence[Callable[[], object]], errors: Path) -> list[int]:
@@ -43,8 +47,26 @@ def start(works: Sequence[Callable[[], object]], errors: Path) -> list[int]:
 
 
 def wait(children: Sequence[int]) -> list[int]:
-    """Exit status of each process."""
-    return [os.waitpid(child, 0)[1] for child in children]
+    """Exit status of each process; those that do not end are killed in the end."""
+    deadline = time.monotonic() + _PATIENCE_S
+    statuses: dict[int, int] = {}
+    while len(statuses) < len(children):
+        for child in children:
+            if child not in statuses and (found := os.waitpid(child, os.WNOHANG))[0]:
+                statuses[child] = found[1]
+        if time.monotonic() > deadline:
+            for child in set(children) - set(statuses):
+                os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    return [statuses[child] for child in children]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Ask again and again, so that a failure elsewhere ends a test."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def write(place: Path | str, index: int, each: int) -> None:

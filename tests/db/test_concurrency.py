@@ -9,12 +9,13 @@ import signal
 import sqlite3
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from autoflash.db.repository import Repository
-from tests.db.processes import start, wait, write
+from tests.db.processes import start, wait, wait_until, write
 from tests.factories import make_cell, make_decision, make_environment, make_trial, make_variant
 
 pytestmark = [
@@ -95,36 +96,46 @@ def test_a_writer_outwaits_a_reader_that_keeps_the_file_out_of_wal_mode(database
 
 def test_readers_see_whole_trials_while_others_write(database: Path) -> None:
     children = start_writers(database, 2, 5)
-    seen = [0]
-    while seen[-1] < 10:
+    seen: list[int] = []
+
+    def all_seen() -> bool:
         with Repository.open(str(database), read_only=True) as reader:
             seen.append(len(reader.trials()))
-        time.sleep(0.01)
+        return seen[-1] == 10
+
+    wait_until(all_seen)
 
     expect_success(children, database)
     assert seen == sorted(seen)
 
 
-def test_a_killed_process_loses_at_most_the_trial_in_flight(database: Path) -> None:
-    def fork_and_kill(index: int) -> None:
-        ready, told = os.pipe()
-        child = os.fork()
-        if child == 0:
-            repository = Repository.open(str(database))
-            finished, unfinished = make_variant(num_stages=2 * index), make_variant(num_stages=2 * index + 1)
-            repository.record(make_trial(variant=finished))
-            repository.claim(make_cell(), unfinished, make_environment(), ttl_s=3600.0)
-            os.write(told, b"x")
-            time.sleep(60.0)
-            os._exit(0)
-        os.read(ready, 1)
+def kill_when_ready(work: Callable[[], object], errors: Path) -> None:
+    """Kill a process that has done something, and would go on."""
+    ready, told = os.pipe()
+
+    def tell() -> None:
+        work()
+        os.write(told, b"x")
+        time.sleep(600.0)
+
+    (child,) = start([tell], errors)
+    os.close(told)
+    with os.fdopen(ready, "rb") as pipe:
+        said = pipe.read(1)
         os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(ready)
-        os.close(told)
+    os.waitpid(child, 0)
+    assert said == b"x", errors.read_text()
+
+
+def test_a_killed_process_loses_at_most_the_trial_in_flight(database: Path) -> None:
+    def record_and_claim(index: int) -> None:
+        repository = Repository.open(str(database))
+        finished, unfinished = make_variant(num_stages=2 * index), make_variant(num_stages=2 * index + 1)
+        repository.record(make_trial(variant=finished))
+        repository.claim(make_cell(), unfinished, make_environment(), ttl_s=3600.0)
 
     for index in range(3):
-        fork_and_kill(index)
+        kill_when_ready(functools.partial(record_and_claim, index), database.with_name("errors"))
 
     with Repository.open(str(database)) as repository:
         assert repository.finished(make_cell(), make_environment()) == 3
@@ -135,21 +146,16 @@ def test_a_killed_process_loses_at_most_the_trial_in_flight(database: Path) -> N
 
 
 def test_a_process_killed_in_a_transaction_leaves_nothing_of_it(database: Path) -> None:
-    ready, told = os.pipe()
-    child = os.fork()
-    if child == 0:
+    open_ones = []
+
+    def write_half() -> None:
         connection = sqlite3.connect(database, isolation_level=None)
+        open_ones.append(connection)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("BEGIN IMMEDIATE")
         connection.execute("INSERT INTO software (torch, driver, cuda) VALUES ('half', 'a', 'transaction')")
-        os.write(told, b"x")
-        time.sleep(60.0)
-        os._exit(0)
-    os.read(ready, 1)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    os.close(ready)
-    os.close(told)
+
+    kill_when_ready(write_half, database.with_name("errors"))
 
     with Repository.open(str(database)) as repository:
         repository.record(make_trial())
