@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoflash.device import CROSS_TARGETS, Device, DeviceKind
-from autoflash.problem import Alignment, Cell, DType, Mask, Parallelism, Pass, Problem
+from autoflash.problem import Alignment, Cell, DType, Feature, Mask, Parallelism, Pass, Problem
 from autoflash.trial import (
     Decision,
     Environment,
@@ -118,8 +118,10 @@ def make_cell(
     q_bucket: int = 10,
     k_bucket: int | None = None,
     parallelism: Parallelism = Parallelism.HIGH,
+    features: tuple[Feature, ...] = (),
+    window_bucket: int = 0,
 ) -> Cell:
-    """A forward cell with 512 < S <= 1024; ``head_dim_v`` and ``k_bucket`` follow their partners."""
+    """A plain forward cell with 512 < S <= 1024; ``head_dim_v`` and ``k_bucket`` follow their partners."""
     return Cell(
         op=op,
         dtype=dtype,
@@ -132,6 +134,8 @@ def make_cell(
         q_bucket=q_bucket,
         k_bucket=q_bucket if k_bucket is None else k_bucket,
         parallelism=parallelism,
+        features=features,
+        window_bucket=window_bucket,
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from autoflash.device import Device, DeviceKind
 from autoflash.errors import InvalidProblemError
-from autoflash.problem import Cell, Parallelism, Problem
+from autoflash.problem import Cell, Feature, Mask, MaskTensor, Parallelism, Problem
 
 TILE_ROWS = 128
 """Query rows that one unit of parallelism stands for."""
@@ -19,6 +19,9 @@ _MODEL_DIM = 2048
 _CPU_TOKENS = 1024
 _CPU_MODEL_DIM = 512
 _CPU_FLOPS = 4 * 2**30
+# What stands for features whose numbers no cell holds: speed does not depend on them.
+_SOFTCAP = 30.0
+_DROPOUT_P = 0.1
 
 
 def bucket(n: int) -> int:
@@ -32,6 +35,19 @@ def parallelism(problem: Problem, device: Device) -> Parallelism:
     if tiles < device.multiprocessors:
         return Parallelism.LOW
     return Parallelism.MEDIUM if tiles <= 4 * device.multiprocessors else Parallelism.HIGH
+
+
+def window_bucket(problem: Problem) -> int:
+    """Bucket of the number of keys that a window leaves a query: at least 1, and 0 where it is open to a side.
+
+    A window leaves no more keys than there are, so that all windows as wide as the sequence are one.
+    """
+    left, right = problem.window_left, problem.window_right
+    if problem.causal:
+        right = 0
+    if not problem.has_window or left is None or right is None:
+        return 0
+    return max(1, bucket(min(left + right + 1, problem.seqlen_k)))
 
 
 def cell_of(problem: Problem, device: Device) -> Cell:
@@ -48,6 +64,8 @@ def cell_of(problem: Problem, device: Device) -> Cell:
         q_bucket=bucket(problem.seqlen_q),
         k_bucket=bucket(problem.seqlen_k),
         parallelism=parallelism(problem, device),
+        features=problem.features,
+        window_bucket=window_bucket(problem),
     )
 
 
@@ -56,12 +74,15 @@ def problem_of(cell: Cell, device: Device) -> Problem:
 
     A query bucket that is too long for the parallelism at its top is represented by its longest length that is not.
     On a GPU a cell of high parallelism gives B * S = 16384 tokens and H * D = 2048 wherever that is high enough.
+    Packed sequences are B of that length, with no row to spare.
 
     Raises:
         InvalidProblemError: for a cell that no problem on this device falls into.
     """
     seqlen_q, seqlen_k = _longest_queries(cell, device), 1 << cell.k_bucket
     batch, kv_heads = _rows(cell, device, seqlen_q, seqlen_k)
+    left, right = _window(cell, 1 << cell.window_bucket)
+    is_varlen = Feature.VARLEN in cell.features
     return Problem(
         op=cell.op,
         dtype=cell.dtype,
@@ -75,13 +96,50 @@ def problem_of(cell: Cell, device: Device) -> Problem:
         mask=cell.mask,
         deterministic=cell.deterministic,
         tf32=cell.tf32,
+        window_left=left,
+        window_right=right,
+        softcap=_SOFTCAP if Feature.SOFTCAP in cell.features else 0.0,
+        mask_tensor=_mask_tensor(cell),
+        dropout_p=_DROPOUT_P if Feature.DROPOUT in cell.features else 0.0,
+        packed_q=batch * seqlen_q if is_varlen else None,
+        packed_k=batch * seqlen_k if is_varlen else None,
     )
 
 
 def inside_of(cell: Cell, device: Device) -> Problem:
     """As :func:`problem_of`, with the largest prime lengths inside the buckets: nothing there divides by a tile."""
     top = problem_of(cell, device)
-    return top.replace(seqlen_q=_prime_up_to(top.seqlen_q), seqlen_k=_prime_up_to(top.seqlen_k))
+    seqlen_q, seqlen_k = _prime_up_to(top.seqlen_q), _prime_up_to(top.seqlen_k)
+    left, right = _window(cell, _prime_up_to(1 << cell.window_bucket))
+    return top.replace(
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        window_left=left,
+        window_right=right,
+        packed_q=top.batch * seqlen_q if top.is_varlen else None,
+        packed_k=top.batch * seqlen_k if top.is_varlen else None,
+    )
+
+
+def _window(cell: Cell, keys: int) -> tuple[int | None, int | None]:
+    """Bounds of a window that leaves a query so many keys, as even as they can be; open to the left in bucket 0."""
+    if Feature.WINDOW not in cell.features:
+        if cell.window_bucket:
+            raise InvalidProblemError(f"the cell {cell} has no window for its window bucket {cell.window_bucket}")
+        return None, None
+    if cell.window_bucket > max(1, cell.k_bucket):
+        raise InvalidProblemError(f"no window leaves more keys than there are: no problem falls into the cell {cell}")
+    if not cell.window_bucket:
+        return None, 0
+    if cell.mask is Mask.CAUSAL:
+        return keys - 1, None
+    return keys // 2, (keys - 1) // 2
+
+
+def _mask_tensor(cell: Cell) -> MaskTensor:
+    if Feature.FLOAT_MASK in cell.features:
+        return MaskTensor.FLOAT
+    return MaskTensor.BOOL if Feature.BOOL_MASK in cell.features else MaskTensor.NONE
 
 
 def _tiles(seqlen_q: int) -> int:
