@@ -43,8 +43,8 @@ class InterpretedKernel:
                     if layout is None
                     else TensorDescriptor(tensor, list(layout.shape), list(layout.strides), list(argument.block))
                 )
-            # Rows without a key take the logarithm of 0 and know it.
-            with np.errstate(divide="ignore"):
+            # Rows without a key take the logarithm of 0, and a hyperbolic tangent the exponential of much: both know it.
+            with np.errstate(divide="ignore", over="ignore"):
                 self._function[(programs,)](**arguments, **scalars, **constants)
 
         return launch

@@ -53,7 +53,7 @@ class TensorArgument:
 
     Attributes:
         name: Of the parameter.
-        dtype: ``fp16``, ``bf16``, ``fp32`` or ``i32``.
+        dtype: ``fp16``, ``bf16``, ``fp32``, ``u8``, ``i32`` or ``i64``.
         block: Of the tensor descriptor that it is passed as; empty for a plain pointer.
         shared_layout: How Gluon lays the block out in shared memory, as it spells it; Triton chooses by itself.
         aligned: The pointer is a multiple of 16 bytes. Descriptors always are.
