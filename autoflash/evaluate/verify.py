@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from autoflash.device import Device
-from autoflash.evaluate import reference
+from autoflash.evaluate import exact, yardstick
 from autoflash.evaluate.grid import Case, determinism_case, full_cases, screen_cases
 from autoflash.evaluate.inputs import Guarded, Inputs, Memory, draw, draw_flat
+from autoflash.evaluate.semantics import Semantics
 from autoflash.problem import Pass, Problem
 from autoflash.runtime.executable import Executable
 from autoflash.trial import Level, Verification
@@ -244,10 +245,22 @@ def _launch(
     q, k, v = given["q"], given["k"], given["v"]
     if case.problem.op is Pass.FORWARD:
         forward = executable.prepare_forward(case.problem, q, k, v, case.score_scale)
-        return dict(zip(("out", "lse"), forward(q, k, v, **written), strict=True))
+        results = forward(q, k, v, out=written.get("out"), lse=written.get("lse"))
+        return dict(zip(("out", "lse"), results, strict=True))
     out, dout = given["out"], given["dout"]
     backward = executable.prepare_backward(case.problem, q, k, v, out, dout, case.score_scale)
-    grads = backward(q, k, v, out, given["lse"], dout, given.get("dlse"), **written)
+    grads = backward(
+        q,
+        k,
+        v,
+        out,
+        given["lse"],
+        dout,
+        dlse=given.get("dlse"),
+        dq=written.get("dq"),
+        dk=written.get("dk"),
+        dv=written.get("dv"),
+    )
     return dict(zip(("dq", "dk", "dv"), grads, strict=True))
 
 
@@ -255,28 +268,28 @@ def _launch(
 def _expected(case: Case, device: str, has_lse: bool) -> Expected:
     """Inputs, exact results and limits of a case; computed once for all the kernels that are compared on it."""
     problem, scale = case.problem, case.score_scale
-    causal: reference.Causal = problem.alignment.value if problem.causal else False
+    semantics = Semantics.of_problem(problem, scale)
     if case.flat:
         inputs = draw_flat(problem, scale, device=device)
     else:
         inputs = draw(problem, scale, shared=case.shared, device=device)
     q, k, v = inputs.q, inputs.k, inputs.v
-    out, lse = reference.attention(q, k, v, causal=causal, scale=scale, return_lse=True)
-    blind = (reference.visible_keys(q, k, causal=causal) == 0)[:, None]  # [M, 1]
+    out, lse = exact.forward(q, k, v, semantics)
+    blind = (lse == -math.inf)[..., None]  # [B, H, M, 1]
     zero = blind if bool(blind.any()) else None
     if problem.op is Pass.FORWARD:
-        plain, plain_lse = reference.plain(q, k, v, causal=causal, scale=scale)
+        plain, plain_lse = yardstick.plain(q, k, v, semantics)
         slack = 2.0 * _largest((plain_lse - lse)[lse > -math.inf]) if problem.tf32 else 0.0
-        terms = reference.magnitude(q, k, v, causal=causal, scale=scale)
+        terms = yardstick.magnitude(q, k, v, semantics)
         limit = _limit(out, plain, terms, zero)
         return Expected(inputs=inputs, out=out, lse=lse, limits=(("out", limit),), lse_slack=slack)
     dlse = inputs.dlse if case.with_dlse and has_lse else None
-    exact = reference.gradients(q, k, v, inputs.dout, dlse, causal=causal, scale=scale)
-    by_torch = reference.plain_gradients(q, k, v, inputs.dout, dlse, causal=causal, scale=scale)
-    magnitudes = reference.gradient_magnitudes(q, k, v, inputs.dout, causal=causal, scale=scale)
+    right = exact.backward(q, k, v, inputs.dout, dlse, semantics)
+    by_torch = yardstick.plain_gradients(q, k, v, inputs.dout, dlse, semantics)
+    magnitudes = yardstick.gradient_magnitudes(q, k, v, inputs.dout, semantics)
     limits = tuple(
         (name, _limit(formula, plain, terms, zero if name == "dq" else None))
-        for name, formula, plain, terms in zip(("dq", "dk", "dv"), exact, by_torch, magnitudes, strict=True)
+        for name, formula, plain, terms in zip(("dq", "dk", "dv"), right, by_torch, magnitudes, strict=True)
     )
     return Expected(inputs=inputs, out=out, lse=lse, limits=limits, lse_slack=0.0)
 
@@ -285,7 +298,7 @@ def _limit(exact: Tensor, plain: Tensor, terms: Tensor, zero: Tensor | None) -> 
     """Allowed errors: those of torch math in the same dtype times a factor, and a few roundings of the output.
 
     In float32, where right kernels differ by the order of their sums alone and few elements decide the largest error,
-    a few roundings of what is summed are allowed as well (``terms``, as :func:`reference.magnitude` gives them).
+    a few roundings of what is summed are allowed as well (``terms``, as :func:`yardstick.magnitude` gives them).
     """
     dtype = plain.dtype
     plain_error = (plain.double() - exact).abs()

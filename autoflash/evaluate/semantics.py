@@ -1,0 +1,217 @@
+"""What an attention computes beside its tensors: how scores are made, hidden and dropped. Any floating dtype.
+
+The specification and the yardstick walk over the same blocks of rows by the same semantics, one in float64 and the
+other in the dtype of the inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from autoflash.errors import InvalidProblemError
+from autoflash.evaluate.philox import Rng, dropout_keep
+from autoflash.problem import Alignment, Problem
+from autoflash.runtime.executable import NO_EXTRAS, Extras
+
+Causal = bool | str
+"""False, ``"bottom_right"`` (the same as True) or ``"top_left"``."""
+
+Window = tuple[int | None, int | None] | None
+"""How many keys a query sees left and right of its position; None or -1 has no bound there."""
+
+# 64 MiB of float64 scores at a time: S = 16384 with many heads fits beside the tensors that it belongs to.
+SCORES_AT_ONCE = 1 << 23
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """Some queries of one sequence, with all of its keys.
+
+    Attributes:
+        rows, keys: Where they lie in the tensors of queries and keys.
+        start: Number of the first query inside its sequence.
+        diagonal: Query i of the sequence stands at key i + diagonal.
+        sequence: Number of the packed sequence; 0 where nothing is packed.
+    """
+
+    rows: slice
+    keys: slice
+    start: int
+    diagonal: int
+    sequence: int
+
+    @property
+    def within(self) -> slice:
+        """The queries' numbers inside their sequence."""
+        return slice(self.start, self.start + self.rows.stop - self.rows.start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Semantics:
+    """Everything that decides the result beside q, k and v.
+
+    Attributes:
+        scale: Factor of the scores.
+        alignment: Where query i stands among the keys.
+        left, right: Bounds of the keys that a query sees around its position; None has none. ``right`` is 0 under a
+            causal mask.
+        softcap: Scores become softcap * tanh(score / softcap); 0 leaves them alone.
+        mask: [B, H, M, N], bool (True takes part) or added to the scores; None for none.
+        dropout_p: Share of the probabilities that are dropped.
+        rng: Seed and offset of the dropout.
+        starts_q, starts_k: Where packed sequences begin, and the end of the last; None where nothing is packed.
+    """
+
+    scale: float
+    alignment: Alignment = Alignment.BOTTOM_RIGHT
+    left: int | None = None
+    right: int | None = None
+    softcap: float = 0.0
+    mask: Tensor | None = None
+    dropout_p: float = 0.0
+    rng: Rng = (0, 0)
+    starts_q: tuple[int, ...] | None = None
+    starts_k: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        *,
+        causal: Causal,
+        scale: float | None,
+        window: Window,
+        softcap: float | None,
+        mask: Tensor | None,
+        dropout_p: float,
+        rng: Rng | None,
+    ) -> Semantics:
+        """From the arguments of :func:`autoflash.evaluate.reference.attention`.
+
+        Raises:
+            InvalidProblemError: for a mask that does not fit q and k, a dropout without seed and offset, or a negative
+                window.
+            ValueError: if ``causal`` names no alignment.
+        """
+        if dropout_p and rng is None:
+            raise InvalidProblemError("dropout needs rng: a seed and an offset")
+        if mask is not None:
+            try:
+                mask = mask.expand(*q.shape[:3], k.shape[2])
+            except RuntimeError:
+                wanted = [*q.shape[:3], k.shape[2]]
+                raise InvalidProblemError(
+                    f"mask must be broadcastable to [B, H, M, N] = {wanted}, got {list(mask.shape)}"
+                ) from None
+        left, right = (None if bound == -1 else bound for bound in window or (None, None))
+        if min(left or 0, right or 0) < 0:
+            raise InvalidProblemError(f"a side of window must be None, -1 (both unbounded) or at least 0, got {window}")
+        return cls(
+            scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
+            alignment=Alignment.BOTTOM_RIGHT if isinstance(causal, bool) else Alignment(causal),
+            left=left,
+            right=0 if causal else right,
+            softcap=softcap or 0.0,
+            mask=mask,
+            dropout_p=dropout_p,
+            rng=(0, 0) if rng is None else rng,
+        )
+
+    @classmethod
+    def of_problem(cls, problem: Problem, scale: float, extras: Extras = NO_EXTRAS) -> Semantics:
+        """What a kernel shall compute for a problem and its extra tensors."""
+        return cls(
+            scale=scale,
+            alignment=problem.alignment,
+            left=problem.window_left,
+            right=0 if problem.causal else problem.window_right,
+            softcap=problem.softcap,
+            mask=extras.mask,
+            dropout_p=problem.dropout_p,
+            rng=(0, 0) if extras.rng is None else extras.rng,
+        ).packed(extras.cu_seqlens_q, extras.cu_seqlens_k)
+
+    def packed(self, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None) -> Semantics:
+        """The same for packed sequences that begin there.
+
+        Raises:
+            InvalidProblemError: where these are not the beginnings of as many sequences of queries as of keys.
+        """
+        if cu_seqlens_q is None or cu_seqlens_k is None:
+            return self
+        starts_q, starts_k = tuple(cu_seqlens_q.tolist()), tuple(cu_seqlens_k.tolist())
+        for starts in (starts_q, starts_k):
+            if len(starts) != len(starts_q) or list(starts) != sorted(starts) or starts[:1] != (0,):
+                raise InvalidProblemError(
+                    "cu_seqlens_q and cu_seqlens_k must have one length, begin with 0 and never decrease"
+                )
+        return replace(self, starts_q=starts_q, starts_k=starts_k)
+
+    def blocks(self, q: Tensor, k: Tensor) -> Iterator[Block]:
+        """All queries of all sequences, in blocks whose scores fit into the memory set aside for them."""
+        starts_q = (0, q.shape[2]) if self.starts_q is None else self.starts_q
+        starts_k = (0, k.shape[2]) if self.starts_k is None else self.starts_k
+        for sequence in range(len(starts_q) - 1):
+            first, end = starts_q[sequence : sequence + 2]
+            keys = slice(*starts_k[sequence : sequence + 2])
+            length = keys.stop - keys.start
+            step = max(1, SCORES_AT_ONCE // max(1, q.shape[0] * q.shape[1] * length))
+            diagonal = length - (end - first) if self.alignment is Alignment.BOTTOM_RIGHT else 0
+            for start in range(first, end, step):
+                yield Block(
+                    rows=slice(start, min(start + step, end)),
+                    keys=keys,
+                    start=start - first,
+                    diagonal=diagonal,
+                    sequence=sequence,
+                )
+
+    def hidden(self, block: Block, device: torch.device) -> Tensor | None:
+        """Which keys the queries do not see, broadcastable to [B, H, m, N]; None if they see all."""
+        hidden: Tensor | None = None
+        positions = torch.arange(block.within.start, block.within.stop, device=device)[:, None] + block.diagonal
+        keys = torch.arange(block.keys.stop - block.keys.start, device=device)[None]
+        if self.left is not None:
+            hidden = keys < positions - self.left
+        if self.right is not None:
+            beyond = keys > positions + self.right
+            hidden = beyond if hidden is None else hidden | beyond
+        if self.mask is not None:
+            mask = self.mask[:, :, block.within]
+            masked = ~mask if mask.dtype is torch.bool else mask == -math.inf
+            hidden = masked if hidden is None else hidden | masked
+        return hidden
+
+    def scores(self, products: Tensor, block: Block) -> Tensor:
+        """Scores [B, H, m, N] of the products of queries and keys; none is hidden yet. Each step keeps the dtype."""
+        s = products * self.scale
+        if self.softcap:
+            s = self.softcap * torch.tanh(s / self.softcap)
+        if self.mask is not None and self.mask.dtype is not torch.bool:
+            mask = self.mask[:, :, block.within]
+            s = (s + mask.masked_fill(mask == -math.inf, 0.0)).to(s.dtype)
+        return s
+
+    def slope(self, products: Tensor) -> Tensor | float:
+        """Derivative of the scores by the products times scale."""
+        if not self.softcap:
+            return 1.0
+        capped = torch.tanh(products * (self.scale / self.softcap))
+        return 1.0 - capped * capped
+
+    def kept(self, q: Tensor, block: Block) -> Tensor | float:
+        """Factor of each probability [B, H, m, N] in float64 that a dropout leaves: 0 or 1 / (1 - p)."""
+        if not self.dropout_p:
+            return 1.0
+        keys = block.keys.stop - block.keys.start
+        batch, heads = q.shape[:2]
+        keep = dropout_keep(
+            self.rng, self.dropout_p, batch, heads, block.within, keys, q.device, first_batch=block.sequence
+        )
+        return keep.double() / (1.0 - self.dropout_p)

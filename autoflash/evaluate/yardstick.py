@@ -1,0 +1,90 @@
+"""The unit in which the errors of kernels are measured: what ordinary torch math makes of the same inputs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from autoflash.evaluate.exact import Tile, Triple, grouped, ungrouped
+from autoflash.evaluate.semantics import Semantics
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, semantics: Semantics) -> tuple[Tensor, Tensor]:
+    """Attention as a user would write it in torch, every step rounded to the dtype of the inputs. Differentiable.
+
+    Rows that see no key are set to 0 (and get zero gradients), where the formula itself would give NaN.
+
+    Returns:
+        The output in q's dtype, and the log-sum-exp [B, H, M] of the same scores, summed in float32.
+    """
+    group = q.shape[1] // k.shape[1]
+    out = q.new_zeros((*q.shape[:3], v.shape[3]))
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
+    for block in semantics.blocks(q, k):
+        keys, values = (tensor[:, :, block.keys].repeat_interleave(group, dim=1) for tensor in (k, v))
+        s = semantics.scores(q[:, :, block.rows] @ keys.mT, block)  # [B, H, m, N]
+        hidden = semantics.hidden(block, q.device)
+        hidden = torch.zeros_like(s, dtype=torch.bool) if hidden is None else hidden.expand_as(s)
+        blind = hidden.all(dim=-1, keepdim=True)
+        # A blind row stays unmasked: a softmax over nothing but -inf would send NaN into the gradients.
+        p = torch.softmax(s.masked_fill(hidden & ~blind, -math.inf), dim=-1).masked_fill(blind, 0.0)
+        p = (p * semantics.kept(q, block)).to(q.dtype)
+        out[:, :, block.rows] = p @ values
+        lse[:, :, block.rows] = torch.logsumexp(s.float().masked_fill(hidden, -math.inf), dim=-1)
+    return out, lse
+
+
+def plain_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, semantics: Semantics) -> Triple:
+    """Gradients of :func:`plain` by autograd, in the dtype of the inputs."""
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    with torch.enable_grad():
+        out, lse = plain(leaves[0], leaves[1], leaves[2], semantics)
+    if not out.requires_grad:
+        dq, dk, dv = (torch.zeros_like(leaf) for leaf in leaves)
+        return dq, dk, dv
+    roots, seeds = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+    dq, dk, dv = torch.autograd.grad(roots, leaves, seeds)
+    return dq, dk, dv
+
+
+def magnitude(q: Tensor, k: Tensor, v: Tensor, semantics: Semantics) -> Tensor:
+    """What the rounding of the output is proportional to, [B, H, M, D_V] in float64.
+
+    It is the sum that makes up the output with every term taken absolutely, and a probability counted as often as
+    the terms of its score add up to: the rounding of a score is a relative error of its exponential.
+    """
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=torch.float64)
+    for block in semantics.blocks(q, k):
+        p = _weights(Tile(q, k, semantics, block), semantics) * semantics.kept(q, block)
+        out[:, :, block.rows] = ungrouped(grouped(p, k) @ v[:, :, block.keys].double().abs(), q)
+    return out
+
+
+def gradient_magnitudes(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, semantics: Semantics) -> Triple:
+    """As :func:`magnitude`, for dq, dk and dv.
+
+    Where one key is visible, for example, dq is exactly 0 as the difference of two equal numbers, and this is not.
+    """
+    dq, dk, dv = (torch.zeros(tensor.shape, dtype=torch.float64, device=q.device) for tensor in (q, k, v))
+    scale = abs(semantics.scale)
+    for block in semantics.blocks(q, k):
+        tile = Tile(q, k, semantics, block)
+        douts, kept = grouped(dout[:, :, block.rows].double().abs(), k), semantics.kept(q, block)
+        p = _weights(tile, semantics)
+        dp = ungrouped(douts @ v[:, :, block.keys].double().abs().mT, q) * kept
+        ds = grouped(p * dp + p * (p * dp).sum(dim=-1, keepdim=True), k)
+        dq[:, :, block.rows] = ungrouped(ds @ tile.keys.abs(), q) * scale
+        dk[:, :, block.keys] += ds.mT @ tile.queries.abs() * scale
+        dv[:, :, block.keys] += grouped(p * kept, k).mT @ douts
+    return dq, dk, dv
+
+
+def _weights(tile: Tile, semantics: Semantics) -> Tensor:
+    """Probabilities, each times one more than the sum of the absolute terms of its score."""
+    terms = ungrouped(tile.queries.abs() @ tile.keys.abs().mT, tile.products) * abs(semantics.scale)
+    if semantics.softcap or semantics.mask is not None:
+        # The cap takes on little of the products' rounding where it is near; the sum with a mask is rounded again.
+        terms = terms * semantics.slope(tile.products) + tile.scores.abs()
+    return tile.p * (1.0 + terms)
