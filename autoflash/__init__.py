@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 # Eagerly, so that `import autoflash.attention` leaves this function, not the module of that name, behind.
-from autoflash.attention import attention, explain, forget, freeze, warmup
+from autoflash.attention import attention, attention_varlen
+from autoflash.control import explain, forget, freeze, warmup
 
 if TYPE_CHECKING:
     from autoflash.deploy.export import ImportSummary
@@ -22,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "__version__",
     "attention",
+    "attention_varlen",
     "explain",
     "export_table",
     "forget",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -10,15 +11,22 @@ from torch import Tensor
 
 from autoflash.dispatch.ladder import VendorPolicy
 from autoflash.errors import InvalidProblemError, UnsupportedError
-from autoflash.problem import Alignment, DType, Mask, Pass, Problem
+from autoflash.problem import Alignment, DType, Mask, MaskTensor, Pass, Problem
+from autoflash.runtime.executable import NO_EXTRAS, Extras
 
 DTYPES: dict[torch.dtype, DType] = {
     torch.float16: DType.FP16,
     torch.bfloat16: DType.BF16,
     torch.float32: DType.FP32,
 }
-MASKS = ("full", "bottom_right", "top_left")
 LAYOUTS = ("bhsd", "bshd")
+UNBOUNDED = -1
+"""A side of a window without a bound."""
+
+_SEEDS = 2**62
+
+# Where heads, sequence and elements are.
+_AXES = {"bhsd": (1, 2, 3), "bshd": (2, 1, 3), "thd": (1, 0, 2)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +40,11 @@ class Options:
         vendor: Whether vendor kernels may serve.
         return_lse: The caller wants the log-sum-exp.
         training: A gradient will be asked for.
+        window_left, window_right: How many keys before and behind its own position a query sees; -1 for all.
+        softcap: Bound of the scores; 0 for none.
+        dropout_p: Share of the probabilities to drop.
+        sequences: Number of packed sequences; None where nothing is packed.
+        longest_q, longest_k: Length of the longest of them, as far as the caller knows; 0 if not.
     """
 
     mask: str
@@ -40,6 +53,13 @@ class Options:
     vendor: VendorPolicy
     return_lse: bool
     training: bool
+    window_left: int = UNBOUNDED
+    window_right: int = UNBOUNDED
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    sequences: int | None = None
+    longest_q: int = 0
+    longest_k: int = 0
 
 
 def refuse_unbuilt(**arguments: object) -> None:
@@ -49,10 +69,10 @@ def refuse_unbuilt(**arguments: object) -> None:
         UnsupportedError: naming the first argument that is set.
     """
     for name, value in arguments.items():
-        if value is not None and not (name == "dropout_p" and value == 0.0):
+        if value is not None:
             raise UnsupportedError(
-                f"{name} is not built yet: autoflash.attention() takes causal, scale, layout, return_lse, "
-                "deterministic and vendor. Leave it out, or use torch's scaled_dot_product_attention"
+                f"{name} is not built yet: leave it out, or use torch's flex_attention, or its "
+                "scaled_dot_product_attention with an attn_mask"
             )
 
 
@@ -84,6 +104,117 @@ def scale_of(scale: float | None, head_dim: int) -> float:
     return float(scale)
 
 
+def window_of(window: object) -> tuple[int, int]:
+    """The bounds of a window, -1 where there is none.
+
+    Raises:
+        InvalidProblemError: for anything but None and a pair of None, -1 and whole numbers from 0 on.
+    """
+    if window is None:
+        return UNBOUNDED, UNBOUNDED
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise InvalidProblemError(f"window must be a pair (left, right) or None, got {window!r}")
+    left, right = (UNBOUNDED if bound is None else bound for bound in window)
+    for bound in (left, right):
+        if isinstance(bound, bool) or not isinstance(bound, int) or bound < UNBOUNDED:
+            raise InvalidProblemError(
+                f"each side of window must be None, -1 (both unbounded) or a number of keys from 0 on, got {window!r}"
+            )
+    return left, right
+
+
+def softcap_of(softcap: object) -> float:
+    """The bound of the scores; 0 for none.
+
+    Raises:
+        InvalidProblemError: for anything but None and a finite number from 0 on.
+    """
+    if softcap is None:
+        return 0.0
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0.0 <= softcap < math.inf:
+        raise InvalidProblemError(f"softcap must be a finite number from 0 (none) on, got {softcap!r}")
+    return float(softcap)
+
+
+def dropout_of(dropout_p: object) -> float:
+    """The share of the probabilities to drop.
+
+    Raises:
+        InvalidProblemError: for anything but a number from 0 on and below 1.
+    """
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
+        raise InvalidProblemError(f"dropout_p must be a number from 0 on and below 1, got {dropout_p!r}")
+    return float(dropout_p)
+
+
+def draw_rng(like: Tensor) -> Tensor:
+    """Seed and offset for one call's dropout, from torch's own generator of the tensor's device, [2] int64.
+
+    So ``torch.manual_seed`` sets them, two calls differ, a checkpoint recomputes with the same ones, and each replay of
+    a CUDA graph draws new ones.
+    """
+    return torch.randint(_SEEDS, (2,), dtype=torch.int64, device=like.device)
+
+
+def expanded_mask(mask: object, query: Tensor, key: Tensor) -> Tensor:
+    """A mask as [B, H, M, N] without a copy, for query and key of layout [B, H, S, D].
+
+    Raises:
+        InvalidProblemError: for a mask that is no bool or floating tensor, lies elsewhere, cannot be broadcast, or
+            wants a gradient.
+    """
+    if not isinstance(mask, Tensor):
+        raise InvalidProblemError(f"mask must be a tensor or None, got {type(mask).__name__}")
+    if mask.dtype is not torch.bool and mask.dtype not in DTYPES:
+        raise InvalidProblemError(
+            "mask must be bool (True takes part) or float16, bfloat16 or float32 (added to the scores), got "
+            f"{mask.dtype}: use mask.bool() if its elements say which keys take part"
+        )
+    if mask.device != query.device:
+        raise InvalidProblemError(f"mask must be on the device of query, got {mask.device} and {query.device}")
+    if mask.requires_grad and torch.is_grad_enabled():
+        raise InvalidProblemError("mask has no gradient: give mask.detach(), or, once it is built, a bias")
+    shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    given = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+    if mask.ndim > 4 or any(size not in (1, full) for size, full in zip(given, shape, strict=False)):
+        raise InvalidProblemError(
+            f"mask must be broadcastable to (B, H, Sq, Sk) = {tuple(shape)}, got shape {tuple(mask.shape)}"
+        )
+    return mask.detach().expand(shape)
+
+
+def check_cu_seqlens(name: str, cu_seqlens: object, like: Tensor) -> Tensor:
+    """Where packed sequences begin, as kernels read it: [B + 1] int32, contiguous.
+
+    What a CPU tensor holds is checked; of one on a GPU it is not, as that would wait for the GPU.
+
+    Args:
+        name: For the messages.
+        cu_seqlens: As the caller gave it, int32 or int64.
+        like: The packed tensor [T, H, D] that it describes.
+
+    Raises:
+        InvalidProblemError: for another type, shape or device, or for offsets that are none.
+    """
+    if not isinstance(cu_seqlens, Tensor):
+        raise InvalidProblemError(f"{name} must be a tensor, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
+        raise InvalidProblemError(
+            f"{name} must be int32 or int64 of shape (sequences + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        )
+    if cu_seqlens.device != like.device:
+        raise InvalidProblemError(f"{name} must be on the device of query, got {cu_seqlens.device} and {like.device}")
+    offsets = cu_seqlens.to(torch.int32).contiguous()
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        values = cu_seqlens.tolist()
+        if values[0] != 0 or values[-1] > like.shape[0] or any(a > b for a, b in itertools.pairwise(values)):
+            raise InvalidProblemError(
+                f"{name} must begin with 0, never fall, and end at most at the {like.shape[0]} rows there are, "
+                f"got {values if len(values) <= 16 else [*values[:8], '...', *values[-8:]]}"
+            )
+    return offsets
+
+
 def policy_of(vendor: str) -> VendorPolicy:
     """The vendor policy of that name.
 
@@ -110,7 +241,7 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str = "bhsd
     """Refuse tensors that do not fit together, in one sentence that names the offending sizes.
 
     Args:
-        query: [B, H, M, D], or [B, M, H, D] with layout ``bshd``.
+        query: [B, H, M, D], or [B, M, H, D] with layout ``bshd``, or packed [T, H, D] with layout ``thd``.
         key: [B, H_KV, N, D] likewise.
         value: [B, H_KV, N, D_V] likewise.
         layout: Names the order for the messages.
@@ -122,9 +253,10 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str = "bhsd
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise InvalidProblemError(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.ndim != 4:
+        if tensor.ndim != len(layout):
+            names = ", ".join(layout.upper())
             raise InvalidProblemError(
-                f"{name} must have 4 dimensions ({', '.join(layout.upper())}), got shape {tuple(tensor.shape)}"
+                f"{name} must have {len(layout)} dimensions ({names}), got shape {tuple(tensor.shape)}"
             )
         if tensor.is_sparse or tensor.is_nested:
             raise UnsupportedError(f"{name} must be a dense strided tensor")
@@ -142,17 +274,17 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str = "bhsd
         raise InvalidProblemError(
             f"query, key and value must be on one device, got {query.device}, {key.device} and {value.device}"
         )
-    heads_at, length_at = (1, 2) if layout == "bhsd" else (2, 1)
+    heads_at, length_at, width_at = _AXES[layout]
     q, k, v = query.shape, key.shape, value.shape
-    if not q[0] == k[0] == v[0]:
+    if layout != "thd" and not q[0] == k[0] == v[0]:
         raise InvalidProblemError(f"query, key and value must have one batch size, got {q[0]}, {k[0]} and {v[0]}")
     if k[heads_at] != v[heads_at]:
         raise InvalidProblemError(f"key and value must have one number of heads, got {k[heads_at]} and {v[heads_at]}")
     if k[length_at] != v[length_at]:
         raise InvalidProblemError(f"key and value must have one length, got {k[length_at]} and {v[length_at]}")
-    if q[3] != k[3]:
-        raise InvalidProblemError(f"query and key must have one head dimension, got {q[3]} and {k[3]}")
-    if min(q[heads_at], k[heads_at], q[3], v[3]) < 1:
+    if q[width_at] != k[width_at]:
+        raise InvalidProblemError(f"query and key must have one head dimension, got {q[width_at]} and {k[width_at]}")
+    if min(q[heads_at], k[heads_at], q[width_at], v[width_at]) < 1:
         raise InvalidProblemError("query, key and value must have at least one head and one element per head")
     if q[heads_at] % k[heads_at]:
         raise InvalidProblemError(
@@ -160,24 +292,58 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str = "bhsd
         )
 
 
-def problem_of_tensors(q: Tensor, k: Tensor, v: Tensor, options: Options, op: Pass) -> Problem:
-    """The problem that checked tensors of layout [B, H, S, D] pose."""
+def problem_of_tensors(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, op: Pass, extras: Extras = NO_EXTRAS
+) -> Problem:
+    """The problem that checked tensors of layout [B, H, S, D] pose, without bounds of a window that hide nothing."""
+    packed = options.sequences is not None
+    rows_q, rows_k, sequences = q.shape[2], k.shape[2], max(options.sequences or 0, 1)
     top_left = options.mask == "top_left"
-    return Problem(
+    problem = Problem(
         op=op,
         dtype=DTYPES[q.dtype],
         head_dim=q.shape[3],
         head_dim_v=v.shape[3],
-        batch=q.shape[0],
+        batch=q.shape[0] if options.sequences is None else options.sequences,
         heads=q.shape[1],
         kv_heads=k.shape[1],
-        seqlen_q=q.shape[2],
-        seqlen_k=k.shape[2],
+        seqlen_q=(options.longest_q or -(-rows_q // sequences)) if packed else rows_q,
+        seqlen_k=(options.longest_k or -(-rows_k // sequences)) if packed else rows_k,
         mask=Mask.FULL if options.mask == "full" else Mask.CAUSAL,
         alignment=Alignment.TOP_LEFT if top_left else Alignment.BOTTOM_RIGHT,
         deterministic=options.deterministic,
         tf32=wants_tf32(q),
+        window_left=None if options.window_left == UNBOUNDED else options.window_left,
+        window_right=None if options.window_right == UNBOUNDED else options.window_right,
+        softcap=options.softcap,
+        mask_tensor=_kind_of(extras.mask),
+        dropout_p=options.dropout_p,
+        packed_q=rows_q if packed else None,
+        packed_k=rows_k if packed else None,
     )
+    return _without_idle_bounds(problem) if problem.has_window else problem
+
+
+def _without_idle_bounds(problem: Problem) -> Problem:
+    """The same problem by the plainest window, so that equal problems are served by one kernel."""
+    left, right, mask = problem.window_left, problem.window_right, problem.mask
+    if right == 0 and mask is Mask.FULL:
+        mask = Mask.CAUSAL
+    first, last = problem.diagonal, problem.diagonal + problem.seqlen_q - 1
+    if problem.is_varlen:
+        # Nothing is known of a sequence but that it is no longer than all of them.
+        first, last = -problem.rows_q, max(problem.rows_q, problem.rows_k)
+    if mask is Mask.CAUSAL or (right is not None and first + right >= problem.rows_k - 1):
+        right = None
+    if left is not None and left >= last:
+        left = None
+    return problem.replace(mask=mask, window_left=left, window_right=right)
+
+
+def _kind_of(mask: Tensor | None) -> MaskTensor:
+    if mask is None:
+        return MaskTensor.NONE
+    return MaskTensor.BOOL if mask.dtype is torch.bool else MaskTensor.FLOAT
 
 
 def wants_tf32(tensor: Tensor) -> bool:

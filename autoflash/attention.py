@@ -1,42 +1,43 @@
-"""The public functions. An eager call of known shape is one dictionary lookup and a launch."""
+"""Attention, dense and packed. A plain eager call of known shape is one dictionary lookup and a launch."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import contextlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoflash import keys, paths
+from autoflash import paths
 from autoflash.arguments import (
+    UNBOUNDED,
     Options,
+    check_cu_seqlens,
     check_layout,
     check_tensors,
+    draw_rng,
+    dropout_of,
+    expanded_mask,
     mask_of,
     policy_of,
-    problem_of_tensors,
     refuse_unbuilt,
     scale_of,
+    softcap_of,
     wants_tf32,
+    window_of,
 )
-from autoflash.calls import ladders
-from autoflash.dispatch.explain import Explanation, PassExplanation, explain_pass
-from autoflash.dispatch.ladder import Candidate
-from autoflash.dispatch.resolve import Resolution
-from autoflash.dispatch.table import load, load_decisions
-from autoflash.ops import CALLS, Transformable, call_key
-from autoflash.problem import Pass
-from autoflash.variant import Family
+from autoflash.calls import Pair, Triple
+from autoflash.errors import InvalidProblemError
+from autoflash.ops import CALLS, Transformable, call_key, layout_of
+from autoflash.runtime.executable import NO_EXTRAS, Extras
 
 _PREPARED = CALLS.prepared
 _PLAIN = frozenset((Tensor, Parameter))
 
 # Read on every call: each costs a tenth of a microsecond here, several times that through torch's public wrappers.
 _is_grad_enabled = torch.is_grad_enabled
-_is_autocast_enabled = torch._C._is_any_autocast_enabled
+_is_autocast_on = torch._C._is_any_autocast_enabled
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_deterministic = torch.are_deterministic_algorithms_enabled
@@ -49,11 +50,11 @@ def attention(
     value: Tensor,
     *,
     causal: bool | str = False,
-    window: object = None,
-    mask: object = None,
+    window: tuple[int | None, int | None] | None = None,
+    mask: Tensor | None = None,
     bias: object = None,
     alibi_slopes: object = None,
-    softcap: object = None,
+    softcap: float | None = None,
     sinks: object = None,
     score_mod: object = None,
     score_params: object = None,
@@ -67,23 +68,29 @@ def attention(
     """Scaled dot-product attention by the best kernel that is known for this device.
 
     softmax(query @ key^T * scale + mask) @ value, exactly. A query that sees no key gives 0, an LSE of -inf and no
-    gradient. Differentiable once, in eager mode and under ``torch.compile``.
+    gradient. Where several arguments hide keys, a key takes part that none of them hides. Differentiable once, in eager
+    mode and under ``torch.compile``.
 
     Args:
         query: [B, H, M, D] in float16, bfloat16 or float32, with any strides.
         key: [B, H_KV, N, D]; H is a multiple of H_KV.
         value: [B, H_KV, N, D_V].
-        causal: True or ``"bottom_right"``: query i sees keys up to i + N - M. ``"top_left"``: up to i, as
-            ``is_causal`` of torch's scaled_dot_product_attention.
-        window: Not built yet, as are the arguments down to ``dropout_p``: setting one raises UnsupportedError.
-        mask: Not built yet.
-        bias: Not built yet.
+        causal: True or ``"bottom_right"``: query i stands at key i + N - M and sees the keys up to there.
+            ``"top_left"``: it stands at key i, as ``is_causal`` of torch's scaled_dot_product_attention has it.
+        window: (left, right): a query sees so many keys before and behind the one that it stands at, and that one; None
+            or -1 is no bound on that side. Without ``causal``, it stands as with ``causal=True``.
+        mask: Broadcastable to (B, H, M, N), whatever the layout of the others. bool: True takes part (so it is in
+            torch's function too, and the contrary in torch.nn.MultiheadAttention). float16, bfloat16 or float32: added
+            to the scores, after the softcap; it gets no gradient.
+        bias: Not built yet, as are ``alibi_slopes``, ``sinks``, ``score_mod`` and ``score_params``: setting one raises
+            UnsupportedError.
         alibi_slopes: Not built yet.
-        softcap: Not built yet.
+        softcap: Scores become softcap * tanh(score / softcap); None or 0 leaves them alone.
         sinks: Not built yet.
         score_mod: Not built yet.
         score_params: Not built yet.
-        dropout_p: Not built yet; must be 0.
+        dropout_p: Share of the probabilities that are dropped, 0 <= p < 1; the others are divided by 1 - p. Which ones
+            follows from torch's generator of query's device, and the LSE does not know of it.
         scale: Factor of the scores; None is 1 / sqrt(D).
         layout: ``"bhsd"``, or ``"bshd"`` for tensors (and a result) of [B, S, H, D].
         return_lse: Also give the log-sum-exp of the scores: natural log, float32, [B, H, M]. It has a gradient.
@@ -101,49 +108,32 @@ def attention(
         NoKernelError: (a RuntimeError) where no kernel may run, as an unloaded one in a CUDA-graph capture.
     """
     if (
-        window is not None
-        or mask is not None
-        or bias is not None
+        bias is not None
         or alibi_slopes is not None
-        or softcap is not None
         or sinks is not None
         or score_mod is not None
         or score_params is not None
-        or dropout_p != 0.0
     ):
         refuse_unbuilt(
+            bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, score_params=score_params
+        )
+    is_plain = window is None and mask is None and softcap is None and dropout_p == 0.0
+    if not is_plain or _is_autocast_on() or _is_special(query, key, value):
+        return _in_full(
+            query,
+            key,
+            value,
+            causal=causal,
             window=window,
             mask=mask,
-            bias=bias,
-            alibi_slopes=alibi_slopes,
             softcap=softcap,
-            sinks=sinks,
-            score_mod=score_mod,
-            score_params=score_params,
             dropout_p=dropout_p,
+            scale=scale,
+            layout=layout,
+            return_lse=return_lse,
+            deterministic=deterministic,
+            vendor=vendor,
         )
-    if (
-        _is_compiling()
-        or type(query) not in _PLAIN
-        or type(key) not in _PLAIN
-        or type(value) not in _PLAIN
-        or _functorch_level() is not None
-        or _dispatch_modes()
-    ):
-        return _through_operator(query, key, value, causal, scale, layout, return_lse, deterministic, vendor)
-    if _is_autocast_enabled():
-        cast = _autocast(query, key, value)
-        if cast is not None:
-            with torch.autocast(query.device.type, enabled=False):
-                return attention(
-                    *cast,
-                    causal=causal,
-                    scale=scale,
-                    layout=layout,
-                    return_lse=return_lse,
-                    deterministic=deterministic,
-                    vendor=vendor,
-                )
     training = _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if deterministic is None:
         deterministic = _is_deterministic()
@@ -153,8 +143,8 @@ def attention(
     if known is None:
         check_layout(layout)
         check_tensors(query, key, value, layout)
-        options = _options(query, causal, scale, return_lse, deterministic, vendor, training)
-        _, (out, lse) = CALLS.first(call, *_heads_first(query, key, value, layout), options)
+        options = options_of(query, causal, scale, return_lse, deterministic, vendor, training)
+        _, (out, lse) = CALLS.first(call, *heads_first(query, key, value, layout), options)
     elif layout == "bshd":
         out, lse = known.run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
     else:
@@ -164,195 +154,195 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def explain(
+def attention_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
     *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
     scale: float | None = None,
-    layout: str = "bhsd",
     return_lse: bool = False,
     deterministic: bool | None = None,
     vendor: str | None = None,
-    **unbuilt: object,
-) -> Explanation:
-    """Say which kernel :func:`attention` uses for these arguments, and why. Launches and compiles nothing.
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`attention` of sequences of different lengths that are packed one after the other.
+
+    Sequence b has the queries cu_seqlens_q[b] to cu_seqlens_q[b + 1] and sees only the keys cu_seqlens_k[b] to
+    cu_seqlens_k[b + 1]. Sequences may be empty. Rows behind the last one give 0, an LSE of -inf and no gradient.
 
     Args:
-        query: As for :func:`attention`, like all that follow. The backward is explained where one requires a gradient.
-        key: See there.
-        value: See there.
-        causal: See there.
+        query: [T_Q, H, D] in float16, bfloat16 or float32, with any strides.
+        key: [T_K, H_KV, D]; H is a multiple of H_KV.
+        value: [T_K, H_KV, D_V].
+        cu_seqlens_q: Where the sequences begin, and where the last one ends: [B + 1], int32 or int64, on the device of
+            query. It begins with 0 and never falls; what lies on a GPU is not read by the host, and so not checked.
+        cu_seqlens_k: Likewise for the keys.
+        max_seqlen_q: Length of the longest sequence. Kernels that were tuned for it are chosen, and the result does not
+            depend on it; None takes the mean.
+        max_seqlen_k: Likewise for the keys.
+        causal: As for :func:`attention`, like all that follow; positions are counted within a sequence.
+        window: See there.
+        softcap: See there.
+        dropout_p: See there.
         scale: See there.
-        layout: See there.
-        return_lse: See there.
+        return_lse: Also give the log-sum-exp, float32, [H, T_Q].
         deterministic: See there.
-        vendor: See there.
-        unbuilt: Arguments of :func:`attention` that are not built yet; refused by name.
+        vendor: See there; no vendor kernel here takes packed sequences.
+
+    Returns:
+        The output, [T_Q, H, D_V] in query's dtype and memory order, or the output and the LSE.
 
     Raises:
-        InvalidProblemError, UnsupportedError: As :func:`attention`.
+        InvalidProblemError, UnsupportedError, NoKernelError: As :func:`attention`.
     """
-    refuse_unbuilt(**unbuilt)
-    check_layout(layout)
-    query, key, value = _autocast(query, key, value) or (query, key, value)
-    check_tensors(query, key, value, layout)
-    training = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    if deterministic is None:
-        deterministic = _is_deterministic()
-    call = call_key(
-        query, key, value, causal, scale, layout, return_lse, deterministic, vendor, training, wants_tf32(query)
+    q, k, v = autocast(query, key, value) or (query, key, value)
+    check_tensors(q, k, v, "thd")
+    offsets_q = check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
+    offsets_k = check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k)
+    if offsets_q.shape != offsets_k.shape:
+        raise InvalidProblemError(
+            "cu_seqlens_q and cu_seqlens_k must describe as many sequences, got "
+            f"{offsets_q.shape[0] - 1} and {offsets_k.shape[0] - 1}"
+        )
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if longest is not None and longest < 0:
+            raise InvalidProblemError(f"{name} must be None or not negative, got {longest}")
+    dropout = dropout_of(dropout_p)
+    extras = Extras(cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, rng=draw_rng(q) if dropout else None)
+    out, lse = _run(
+        *packed(q, k, v),
+        extras,
+        causal=causal,
+        window=window_of(window),
+        softcap=softcap_of(softcap),
+        dropout_p=dropout,
+        scale=scale,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        vendor=vendor,
+        longest=(max_seqlen_q or 0, max_seqlen_k or 0),
     )
-    options = _options(query, causal, scale, return_lse, deterministic, vendor, training)
-    q, k, v = _heads_first(query, key, value, layout)
-    forwards, backwards = ladders(CALLS.resolver, q, k, v, options)
-    known = _PREPARED.get(call)
-    forward = known.resolution if known is not None else None
-    passes = [_explain_pass(q, k, v, options, Pass.FORWARD, forward, forwards)]
-    if training and passes[0].variant.family is not Family.VENDOR:
-        backward = known.backward_resolution() if known is not None else None
-        passes.append(_explain_pass(q, k, v, options, Pass.BACKWARD, backward, backwards))
-    return Explanation(device=CALLS.resolver.here(q.device).device.name, passes=tuple(passes))
+    out = out.squeeze(0).transpose(0, 1)
+    return (out, lse.squeeze(0)) if return_lse else out
 
 
-def warmup(
-    query: Tensor | Sequence[int],
-    key: Tensor | Sequence[int] | None = None,
-    value: Tensor | Sequence[int] | None = None,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str | torch.device | None = None,
-    backward: bool = False,
-    causal: bool | str = False,
-    scale: float | None = None,
-    layout: str = "bhsd",
-    return_lse: bool = False,
-    deterministic: bool | None = None,
-    vendor: str | None = None,
-) -> Explanation:
-    """Choose, compile, load and run once what calls of this shape will use, so that a CUDA graph can be captured.
-
-    Allocates tensors of the given sizes for the time of the call; needs none of the user's data.
-
-    Args:
-        query: Shape [B, H, M, D] of contiguous tensors, or a tensor whose shape, strides, dtype and device to take.
-        key: Likewise, [B, H_KV, N, D]; None is as query.
-        value: Likewise, [B, H_KV, N, D_V]; None is as key.
-        dtype: For shapes.
-        device: For shapes; None is the current GPU, or the CPU where there is none.
-        backward: Also the backward pass. Calls with and without gradients are warmed up apart.
-        causal: As for :func:`attention`, like all that follow.
-        scale: See there.
-        layout: Of the shapes, see there.
-        return_lse: See there.
-        deterministic: See there.
-        vendor: See there.
-
-    Returns:
-        The explanation of what was chosen.
-    """
-    key = query if key is None else key
-    value = key if value is None else value
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    tensors = [_blank(like, dtype, device).requires_grad_(backward) for like in (query, key, value)]
-    with torch.set_grad_enabled(backward):
-        result = attention(
-            *tensors,
-            causal=causal,
-            scale=scale,
-            layout=layout,
-            return_lse=return_lse,
-            deterministic=deterministic,
-            vendor=vendor,
-        )
-        if backward:
-            outputs = [result] if isinstance(result, Tensor) else list(result)
-            torch.autograd.grad(outputs, tensors, [torch.zeros_like(output) for output in outputs])
-        return explain(
-            *tensors,
-            causal=causal,
-            scale=scale,
-            layout=layout,
-            return_lse=return_lse,
-            deterministic=deterministic,
-            vendor=vendor,
-        )
+def _is_special(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether somebody traces, transforms or subclasses: then a call is more than its kernel."""
+    return (
+        _is_compiling()
+        or type(query) not in _PLAIN
+        or type(key) not in _PLAIN
+        or type(value) not in _PLAIN
+        or _functorch_level() is not None
+        or bool(_dispatch_modes())
+    )
 
 
-def freeze(table: str | os.PathLike[str] | None = None) -> str:
-    """Fix the decisions of this process: read them now, and never again.
-
-    Args:
-        table: An exported table that replaces the database; None takes what :func:`attention` would read.
-
-    Returns:
-        Digest of the decisions. Ranks of a distributed job that hold equal digests choose equal kernels.
-
-    Raises:
-        TableError: if the table is damaged.
-    """
-    if table is not None:
-        # What load() only warns of is an error where a table was named.
-        load_decisions(Path(table).read_text(encoding="utf-8"))
-    decisions = load(table_file=os.fspath(table) if table is not None else None)
-    CALLS.reset(decisions)
-    rows = [
-        keys.canonical_json(
-            {
-                "cell": decision.cell.to_dict(),
-                "environment": decision.environment.identity(),
-                "choices": [ranked.variant.key for ranked in decision.choices],
-                "times_us": [ranked.median_us for ranked in decision.choices],
-                "vendor": decision.vendor.variant.key if decision.vendor is not None else None,
-                "vendor_us": decision.vendor.median_us if decision.vendor is not None else None,
-            }
-        )
-        for decision in decisions.decisions()
-    ]
-    return keys.key("decisions", sorted(rows))
-
-
-def forget() -> None:
-    """Drop every choice of this process, so that the next call reads the records anew."""
-    CALLS.reset()
-
-
-def _through_operator(
+def _in_full(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     causal: bool | str,
+    window: object,
+    mask: object,
+    softcap: object,
+    dropout_p: object,
     scale: float | None,
     layout: str,
     return_lse: bool,
     deterministic: bool | None,
     vendor: str | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The same by the registered operator, for whoever traces or transforms the call."""
+    """Attention with features, or for whoever traces or transforms the call."""
     check_layout(layout)
-    query, key, value = _autocast(query, key, value) or (query, key, value)
+    query, key, value = autocast(query, key, value) or (query, key, value)
     check_tensors(query, key, value, layout)
-    training = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    operator: Callable[..., tuple[Tensor, Tensor]] = torch.ops.autoflash.attention_forward
-    if not torch.compiler.is_compiling() and _functorch_level() is not None:
-        operator = Transformable.apply
-    out, lse = operator(
-        *_heads_first(query, key, value, layout),
-        scale_of(scale, query.shape[3]),
-        mask_of(causal),
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        vendor or "",
-        return_lse,
-        training,
+    q, k, v = heads_first(query, key, value, layout)
+    dropout = dropout_of(dropout_p)
+    extras = NO_EXTRAS
+    if mask is not None or dropout:
+        extras = Extras(mask=None if mask is None else expanded_mask(mask, q, k), rng=draw_rng(q) if dropout else None)
+    out, lse = _run(
+        q,
+        k,
+        v,
+        extras,
+        causal=causal,
+        window=window_of(window),
+        softcap=softcap_of(softcap),
+        dropout_p=dropout,
+        scale=scale,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        vendor=vendor,
     )
     if layout == "bshd":
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
 
 
-def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+def _run(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extras: Extras,
+    *,
+    causal: bool | str,
+    window: tuple[int, int],
+    softcap: float,
+    dropout_p: float,
+    scale: float | None,
+    return_lse: bool,
+    deterministic: bool | None,
+    vendor: str | None,
+    longest: tuple[int, int] = (0, 0),
+) -> Pair:
+    """Out and LSE for checked tensors of layout [B, H, S, D], by the prepared call or the registered operator."""
+    training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    if _is_special(q, k, v):
+        operator: Callable[..., Pair] = torch.ops.autoflash.attention_forward
+        if not torch.compiler.is_compiling() and _functorch_level() is not None:
+            operator = Transformable.apply
+        how = (scale_of(scale, q.shape[3]), mask_of(causal), deterministic, vendor or "", return_lse, training)
+        return operator(q, k, v, *extras, *how, *window, softcap, dropout_p, *longest)
+    options = options_of(
+        q,
+        causal,
+        scale,
+        return_lse,
+        deterministic,
+        vendor,
+        training,
+        window=window,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        sequences=None if extras.cu_seqlens_q is None else extras.cu_seqlens_q.shape[0] - 1,
+        longest=longest,
+    )
+    call = call_key_of(q, k, v, options, extras)
+    known = _PREPARED.get(call)
+    with torch.autocast(q.device.type, enabled=False) if _is_autocast_on() else contextlib.nullcontext():
+        if known is None:
+            return CALLS.first(call, q, k, v, options, extras)[1]
+        return known.run(q, k, v) if extras is NO_EXTRAS else known.run(q, k, v, extras)
+
+
+def call_key_of(q: Tensor, k: Tensor, v: Tensor, options: Options, extras: Extras) -> tuple[object, ...]:
+    """What the prepared call of a featured problem is kept under, for tensors of layout [B, H, S, D]."""
+    return call_key(q, k, v, options, layout_of(extras.mask), wants_tf32(q))
+
+
+def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
     """The tensors in autocast's dtype; None where autocast is off for their device."""
     if not all(isinstance(tensor, Tensor) for tensor in (query, key, value)):
         # For check_tensors to refuse.
@@ -365,13 +355,20 @@ def _autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
     return q, k, v
 
 
-def _heads_first(query: Tensor, key: Tensor, value: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+def packed(query: Tensor, key: Tensor, value: Tensor) -> Triple:
+    """Views [1, H, T, D] of packed tensors [T, H, D]."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    return q, k, v
+
+
+def heads_first(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Triple:
+    """Views [B, H, S, D] of tensors of a layout."""
     if layout == "bhsd":
         return query, key, value
     return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
-def _options(
+def options_of(
     query: Tensor,
     causal: bool | str,
     scale: float | None,
@@ -379,7 +376,14 @@ def _options(
     deterministic: bool,
     vendor: str | None,
     training: bool,
+    *,
+    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED),
+    softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    sequences: int | None = None,
+    longest: tuple[int, int] = (0, 0),
 ) -> Options:
+    """The arguments of a call as the dispatcher takes them."""
     return Options(
         mask=mask_of(causal),
         scale=scale_of(scale, query.shape[3]),
@@ -387,39 +391,11 @@ def _options(
         vendor=policy_of(vendor or paths.vendor_policy()),
         return_lse=return_lse,
         training=training,
+        window_left=window[0],
+        window_right=window[1],
+        softcap=softcap,
+        dropout_p=dropout_p,
+        sequences=sequences,
+        longest_q=longest[0],
+        longest_k=longest[1],
     )
-
-
-def _explain_pass(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    op: Pass,
-    known: Resolution | None,
-    candidates: tuple[Candidate, ...],
-) -> PassExplanation:
-    from autoflash.evaluate.cost import tflops  # only here
-
-    resolver = CALLS.resolver
-    problem = problem_of_tensors(q, k, v, options, op)
-    resolution = known or resolver.peek(problem, candidates, (q, k, v))
-    here = resolver.here(q.device)
-    return explain_pass(
-        resolution.cell,
-        resolution.candidate,
-        here,
-        rate=tflops,
-        has_run=known is not None,
-        source_digest=resolution.executable.source_digest,
-        verification=resolver.verification(resolution.cell, resolution.candidate.variant),
-        alternatives=resolution.alternatives,
-        passed_over=resolution.passed_over,
-        ignored=tuple(resolver.table.ignored(resolution.cell, here.environment)),
-    )
-
-
-def _blank(like: Tensor | Sequence[int], dtype: torch.dtype, device: str | torch.device) -> Tensor:
-    if isinstance(like, Tensor):
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
-    return torch.zeros(*like, dtype=dtype, device=device)

@@ -18,7 +18,7 @@ from autoflash.dispatch.resolve import Resolution, Resolver
 from autoflash.dispatch.table import Table
 from autoflash.errors import UnsupportedError
 from autoflash.problem import Pass, Problem
-from autoflash.runtime.executable import BackwardCall, Executable, ForwardCall
+from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Executable, Extras, ForwardCall
 from autoflash.trial import Level, Verification
 from autoflash.variant import Family
 
@@ -30,6 +30,7 @@ MOST_CALLS = 1024
 """Prepared calls kept; beyond it the oldest go."""
 
 _MOST_BACKWARDS = 16
+_ALLOCATE: tuple[None, None, None] = (None, None, None)
 
 
 def _verify(executable: Executable, problem: Problem) -> Verification:
@@ -44,16 +45,17 @@ class Prepared:
     """A forward pass ready for tensors of one shape, stride, dtype, device, alignment and set of options.
 
     Attributes:
-        run: Takes q, k, v of layout [B, H, S, D]; gives out and LSE, differentiable where options say training.
+        run: Takes q, k, v of layout [B, H, S, D] and, where the problem has some, its extras; gives out and LSE,
+            differentiable where options say training.
         forward: Runs without autograd.
         resolution: How the kernel was chosen; None where there is nothing to compute.
     """
 
     __slots__ = ("_backwards", "_ladder", "_options", "_problem", "_resolver", "forward", "resolution", "run")
 
-    def __init__(self, resolver: Resolver, options: Options, forward: ForwardCall) -> None:
+    def __init__(self, resolver: Resolver, options: Options, forward: ForwardCall, extras: Extras) -> None:
         self.forward = forward
-        self.run: Callable[[Tensor, Tensor, Tensor], Pair] = forward
+        self.run: Callable[..., Pair] = forward if extras is NO_EXTRAS else self._with_extras
         self.resolution: Resolution | None = None
         self._resolver = resolver
         self._options = options
@@ -79,7 +81,8 @@ class Prepared:
         lse: Tensor,
         dout: Tensor,
         dlse: Tensor | None,
-        into: tuple[Tensor, ...] = (),
+        into: Triple | None = None,
+        extras: Extras = NO_EXTRAS,
     ) -> Triple:
         """Gradients of q, k and v; any strides of the incoming gradients are right.
 
@@ -91,9 +94,10 @@ class Prepared:
             lse: What the forward gave, [B, H, M] in float32.
             dout: Gradient of ``out``.
             dlse: Gradient of ``lse``; None where it was not used.
-            into: dq, dk and dv to fill; empty to have them allocated.
+            into: dq, dk and dv to fill; None to have them allocated.
+            extras: Those of the forward.
         """
-        if _has_no_work(q, k, v):
+        if _has_no_work(q, k, self._options):
             dq, dk, dv = into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
             return dq.zero_(), dk.zero_(), dv.zero_()
         if self._problem is None:
@@ -103,19 +107,24 @@ class Prepared:
         key = (dout.stride(), dout.data_ptr() % 16, out.stride(), dlse is None)
         known = self._backwards.get(key)
         if known is not None:
-            return known[0](q, k, v, out, lse, dout, dlse, *into)
-        return self._first_backward(key, q, k, v, out, lse, dout, dlse, into)
+            return known[0](q, k, v, out, lse, dout, dlse, *(into or _ALLOCATE), extras)  # type: ignore[call-arg]  # three
+        return self._first_backward(key, q, k, v, out, lse, dout, dlse, into, extras)
 
-    def differentiable(self, q: Tensor, k: Tensor, v: Tensor) -> Pair:
+    def differentiable(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras = NO_EXTRAS) -> Pair:
         """The forward pass, recorded for autograd."""
-        pair: Pair = _Attention.apply(q, k, v, self)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+        pair: Pair = _Attention.apply(q, k, v, self, *extras)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return pair
 
-    def _vendor_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, into: tuple[Tensor, ...]) -> Triple:
+    def _with_extras(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Pair:
+        return self.forward(q, k, v, None, None, extras)
+
+    def _vendor_backward(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, into: Triple | None) -> Triple:
         """A vendor's backward where autograd did not see its forward: run that again."""
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-            out, _ = self.forward(*leaves)
+            leaves = q, k, v = q.detach(), k.detach(), v.detach()
+            for leaf in leaves:
+                leaf.requires_grad_()
+            out, _ = self.forward(q, k, v)
             dq, dk, dv = torch.autograd.grad(out, leaves, dout)
         if into:
             dq, dk, dv = (given.copy_(gradient) for given, gradient in zip(into, (dq, dk, dv), strict=True))
@@ -131,14 +140,16 @@ class Prepared:
         lse: Tensor,
         dout: Tensor,
         dlse: Tensor | None,
-        into: tuple[Tensor, ...],
+        into: Triple | None,
+        extras: Extras,
     ) -> Triple:
         problem, scale = self._problem, self._options.scale
         assert problem is not None
+        dq, dk, dv = into or _ALLOCATE
 
         def run(executable: Executable) -> tuple[BackwardCall, Triple]:
-            call = _on_device(executable.prepare_backward(problem, q, k, v, out, dout, scale), q.device)
-            return call, call(q, k, v, out, lse, dout, dlse, *into)
+            call = _on_device(executable.prepare_backward(problem, q, k, v, out, dout, scale, extras), q.device)
+            return call, call(q, k, v, out, lse, dout, dlse, dq, dk, dv, extras)
 
         with self._resolver.lock:
             resolution, (call, gradients) = self._resolver.first_call(
@@ -154,9 +165,9 @@ class _Attention(torch.autograd.Function):
     """Attention by generated kernels. Straight to the prepared calls, without the dispatcher in between."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared) -> Pair:
-        out, lse = prepared.forward(q, k, v)
-        ctx.save_for_backward(q, k, v, out, lse)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, *extras: Tensor | None) -> Pair:
+        out, lse = prepared.forward(q, k, v, None, None, Extras(*extras))
+        ctx.save_for_backward(q, k, v, out, lse, *extras)
         ctx.prepared = prepared
         ctx.set_materialize_grads(False)
         return out, lse
@@ -164,15 +175,16 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         dout, dlse = gradients
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, *extras = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            found: Triple = ctx.prepared.backward(q, k, v, out, lse, dout, dlse)
+            found: Triple = ctx.prepared.backward(q, k, v, out, lse, dout, dlse, None, Extras(*extras))
         if torch.is_grad_enabled():
             found = _Once.apply(*found, q, k, v, dout)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
         wanted = ctx.needs_input_grad
-        return (*(gradient if wanted[i] else None for i, gradient in enumerate(found)), None)
+        asked_for = (gradient if wanted[i] else None for i, gradient in enumerate(found))
+        return (*asked_for, None, *(None for _ in extras))
 
 
 class _Once(torch.autograd.Function):
@@ -203,7 +215,15 @@ class Calls:
         self.prepared.clear()
 
     def first(
-        self, key: tuple[object, ...], q: Tensor, k: Tensor, v: Tensor, options: Options, *, differentiable: bool = True
+        self,
+        key: tuple[object, ...],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        options: Options,
+        extras: Extras = NO_EXTRAS,
+        *,
+        differentiable: bool = True,
     ) -> tuple[Prepared, Pair]:
         """Choose a kernel for q, k and v of layout [B, H, S, D], call it, and keep it under a key.
 
@@ -215,14 +235,17 @@ class Calls:
             k: [B, H_KV, N, D].
             v: [B, H_KV, N, D_V].
             options: The other arguments.
+            extras: The tensors beside q, k and v.
             differentiable: Record the call for autograd where options say training.
         """
         resolver = self.resolver
         with resolver.lock:
             known = self.prepared.get(key)
             if known is not None:
-                return known, (known.run if differentiable else known.forward)(q, k, v)
-            prepared, result = prepare(resolver, q, k, v, options, differentiable=differentiable)
+                return known, known.run(q, k, v, *_given(extras)) if differentiable else known.forward(
+                    q, k, v, None, None, extras
+                )
+            prepared, result = prepare(resolver, q, k, v, options, extras, differentiable=differentiable)
             if len(self.prepared) >= MOST_CALLS:
                 self.prepared.pop(next(iter(self.prepared)))
             self.prepared[key] = prepared
@@ -230,26 +253,34 @@ class Calls:
 
 
 def prepare(
-    resolver: Resolver, q: Tensor, k: Tensor, v: Tensor, options: Options, *, differentiable: bool = True
+    resolver: Resolver,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    extras: Extras = NO_EXTRAS,
+    *,
+    differentiable: bool = True,
 ) -> tuple[Prepared, Pair]:
     """Choose a kernel for tensors of layout [B, H, S, D] and make the first call with it."""
-    if _has_no_work(q, k, v):
-        prepared = Prepared(resolver, options, _no_work)
+    given = _given(extras)
+    if _has_no_work(q, k, options):
+        prepared = Prepared(resolver, options, _no_work, extras)
         if options.training and differentiable:
             prepared.run = prepared.differentiable
-        return prepared, prepared.run(q, k, v)
-    problem = problem_of_tensors(q, k, v, options, Pass.FORWARD)
-    candidates, backwards = ladders(resolver, q, k, v, options, differentiable=differentiable)
+        return prepared, prepared.run(q, k, v, *given)
+    problem = problem_of_tensors(q, k, v, options, Pass.FORWARD, extras)
+    candidates, backwards = ladders(resolver, q, k, v, options, extras, differentiable=differentiable)
 
     def run(executable: Executable) -> tuple[Prepared, Pair]:
-        call = _on_device(executable.prepare_forward(problem, q, k, v, options.scale), q.device)
-        prepared = Prepared(resolver, options, call)
+        call = _on_device(executable.prepare_forward(problem, q, k, v, options.scale, extras), q.device)
+        prepared = Prepared(resolver, options, call, extras)
         # A vendor's call is made of torch's operations, which autograd knows by itself.
         if options.training and executable.variant.family is not Family.VENDOR:
-            prepared.train_with(problem_of_tensors(q, k, v, options, Pass.BACKWARD), backwards)
+            prepared.train_with(problem_of_tensors(q, k, v, options, Pass.BACKWARD, extras), backwards)
             if differentiable:
                 prepared.run = prepared.differentiable
-        return prepared, prepared.run(q, k, v)
+        return prepared, prepared.run(q, k, v, *given)
 
     resolution, (prepared, result) = resolver.first_call(problem, candidates, (q, k, v), run, capturing=is_capturing(q))
     prepared.resolution = resolution
@@ -257,7 +288,14 @@ def prepare(
 
 
 def ladders(
-    resolver: Resolver, q: Tensor, k: Tensor, v: Tensor, options: Options, *, differentiable: bool = True
+    resolver: Resolver,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    extras: Extras = NO_EXTRAS,
+    *,
+    differentiable: bool = True,
 ) -> tuple[tuple[Candidate, ...], tuple[Candidate, ...]]:
     """Candidates for the forward pass and, when training, for a generated backward.
 
@@ -267,16 +305,17 @@ def ladders(
         k: [B, H_KV, N, D].
         v: [B, H_KV, N, D_V].
         options: The other arguments.
+        extras: The tensors beside q, k and v.
         differentiable: Autograd records a vendor's forward; where not, its backward has to run it again.
     """
-    problem = problem_of_tensors(q, k, v, options, Pass.FORWARD)
+    problem = problem_of_tensors(q, k, v, options, Pass.FORWARD, extras)
     if options.return_lse and options.vendor is VendorPolicy.ONLY:
         raise UnsupportedError("return_lse is not possible with vendor='only': torch's kernels give no LSE")
     # No vendor kernel gives the LSE.
     vendor = VendorPolicy.NEVER if options.return_lse else options.vendor
     if not options.training:
         return resolver.inference(problem, q.device, vendor), ()
-    backward = problem_of_tensors(q, k, v, options, Pass.BACKWARD)
+    backward = problem_of_tensors(q, k, v, options, Pass.BACKWARD, extras)
     return resolver.training(problem, backward, q.device, vendor, vendor_forwards=1 if differentiable else 2)
 
 
@@ -290,18 +329,30 @@ def _on_device(call: _Call, device: torch.device) -> _Call:
     if device.type != "cuda" or torch.cuda.device_count() == 1:
         return call
 
-    def guarded(*tensors: Tensor | None) -> object:
+    def guarded(*arguments: object) -> object:
         with torch.cuda.device(device):
-            return call(*tensors)
+            return call(*arguments)
 
     return guarded  # type: ignore[return-value]  # same arguments, same results
 
 
-def _has_no_work(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return q.numel() == 0 or k.shape[2] == 0
+def _given(extras: Extras) -> tuple[Extras, ...]:
+    """What :attr:`Prepared.run` takes behind q, k and v: extras, where there are some."""
+    return () if extras is NO_EXTRAS else (extras,)
 
 
-def _no_work(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None) -> Pair:
+def _has_no_work(q: Tensor, k: Tensor, options: Options) -> bool:
+    return q.numel() == 0 or k.shape[2] == 0 or options.sequences == 0
+
+
+def _no_work(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    extras: Extras = NO_EXTRAS,
+) -> Pair:
     """No query, or no key: outputs are empty or 0, and LSE is -inf."""
     out = q.new_empty(*q.shape[:3], v.shape[3]) if out is None else out
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if lse is None else lse

@@ -16,20 +16,27 @@ from autoflash import paths
 from autoflash.arguments import Options, check_tensors, policy_of
 from autoflash.calls import Calls, Pair, Prepared, Triple
 from autoflash.errors import UnsupportedError
+from autoflash.runtime.executable import NO_EXTRAS, Extras
 from autoflash.runtime.layouts import strides_in_order_of
 
 CALLS = Calls()
 """What this process has prepared, by either route."""
 
-_OPTIONS = "float scale, str mask, bool deterministic, str vendor, bool return_lse, bool training"
+_OPTIONS = (
+    "float scale, str causal, bool deterministic, str vendor, bool return_lse, bool training, SymInt window_left, "
+    "SymInt window_right, float softcap, float dropout_p, SymInt longest_q, SymInt longest_k"
+)
 _INPUTS = "Tensor query, Tensor key, Tensor value"
+_EXTRAS = "Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng"
 
 # torch leaves Library untyped.
 _library: Any = torch.library.Library("autoflash", "DEF")  # type: ignore[no-untyped-call]
+# How many extras there are, and where two of the options stand.
+_COUNT, _RETURN_LSE, _TRAINING = len(Extras._fields), 4, 5
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_library.define(f"attention_forward({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", tags=_TAGS)
+_library.define(f"attention_forward({_INPUTS}, {_EXTRAS}, {_OPTIONS}) -> (Tensor, Tensor)", tags=_TAGS)
 _library.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_OPTIONS}) "
+    f"attention_backward(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_EXTRAS}, {_OPTIONS}) "
     "-> (Tensor, Tensor, Tensor)",
     tags=_TAGS,
 )
@@ -73,41 +80,64 @@ def _gradients(query: Tensor, key: Tensor, value: Tensor) -> Triple:
     return dq, dk, dv
 
 
-def _prepared(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Prepared, Pair | None]:
+def layout_of(mask: Tensor | None) -> tuple[object, ...] | None:
+    """What a prepared call depends on of a mask."""
+    return None if mask is None else (mask.dtype, mask.stride())
+
+
+def _prepared(query: Tensor, key: Tensor, value: Tensor, extras: Extras, *options: Any) -> tuple[Prepared, Pair | None]:
     """The prepared call, and its results where it had to be made to find it."""
-    scale, mask, deterministic, vendor, return_lse, training = options
-    call = call_key(query, key, value, "op", *options, deterministic)
+    scale, causal, deterministic, vendor, return_lse, training, left, right, softcap, dropout_p, *longest = options
+    sequences = None if extras.cu_seqlens_q is None else extras.cu_seqlens_q.shape[0] - 1
+    call = call_key(query, key, value, "op", *options, sequences, layout_of(extras.mask))
     known = CALLS.prepared.get(call)
     if known is not None:
         return known, None
     check_tensors(query, key, value)
     chosen = Options(
-        mask=mask,
+        mask=causal,
         scale=scale,
         deterministic=deterministic,
         vendor=policy_of(vendor or paths.vendor_policy()),
         return_lse=return_lse,
         training=training,
+        window_left=left,
+        window_right=right,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        sequences=sequences,
+        longest_q=longest[0],
+        longest_k=longest[1],
     )
-    return CALLS.first(call, query, key, value, chosen, differentiable=False)
+    return CALLS.first(call, query, key, value, chosen, extras, differentiable=False)
+
+
+def _extras(
+    mask: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, rng: Tensor | None
+) -> Extras:
+    if mask is None and cu_seqlens_q is None and cu_seqlens_k is None and rng is None:
+        return NO_EXTRAS
+    return Extras(mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, rng=rng)
 
 
 @contextlib.contextmanager
-def _eager() -> Iterator[None]:
-    """Without gradients, but where torch.enable_grad() works again: verifying a kernel uses torch's own autograd.
+def _eager(device: str) -> Iterator[None]:
+    """Without gradients or casts, but where torch.enable_grad() works again: verifying uses torch's own autograd.
 
     The dispatcher calls an operator below autograd, in a state that only private functions leave.
     """
     keys = torch._C.DispatchKey
     exclude = torch._C._dispatch_tls_local_exclude_set().remove(keys.AutogradCPU).remove(keys.ADInplaceOrView)
-    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude), torch.no_grad():
+    guard = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
+    with guard, torch.no_grad(), torch.autocast(device, enabled=False):
         yield
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Pair:
-    with _eager():
-        prepared, results = _prepared(query, key, value, *options)
-        out, lse = prepared.forward(query, key, value) if results is None else results
+def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Pair:
+    with _eager(query.device.type):
+        extras, options = _extras(*rest[:_COUNT]), rest[_COUNT:]
+        prepared, results = _prepared(query, key, value, extras, *options)
+        out, lse = prepared.forward(query, key, value, None, None, extras) if results is None else results
         if out.stride() != strides_in_order_of(out.shape, query):
             out = allocate(query, *out.shape[1:]).copy_(out)
         # A vendor's kernel gives no LSE; nobody reads it then.
@@ -122,15 +152,18 @@ def _backward(
     value: Tensor,
     out: Tensor,
     lse: Tensor,
-    *options: Any,
+    *rest: Any,
 ) -> Triple:
-    with _eager():
+    with _eager(query.device.type):
+        extras, options = _extras(*rest[:_COUNT]), list(rest[_COUNT:])
         # Whatever the forward was told: a gradient is wanted now.
-        prepared, _ = _prepared(query, key, value, *options[:-1], True)
-        return prepared.backward(query, key, value, out, lse, dout, dlse, _gradients(query, key, value))
+        options[_TRAINING] = True
+        prepared, _ = _prepared(query, key, value, extras, *options)
+        into = _gradients(query, key, value)
+        return prepared.backward(query, key, value, out, lse, dout, dlse, into, extras)
 
 
-def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Pair:
+def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Pair:
     return _outputs(query, value)
 
 
@@ -139,8 +172,8 @@ def _fake_backward(dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
-    ctx.save_for_backward(*inputs[:3], *output)
-    ctx.options = inputs[3:]
+    ctx.save_for_backward(*inputs[: 3 + _COUNT], *output)
+    ctx.options = inputs[3 + _COUNT :]
     ctx.set_materialize_grads(False)
 
 
@@ -151,11 +184,11 @@ def _differentiate(
     *,
     operator: Callable[..., Triple] = torch.ops.autoflash.attention_backward,
 ) -> tuple[Tensor | None, ...]:
-    query, key, value, out, lse = ctx.saved_tensors
-    *_, return_lse, _ = ctx.options
+    query, key, value, *extras, out, lse = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
-    gradients = operator(dout, dlse if return_lse else None, query, key, value, out, lse, *ctx.options)
-    return (*gradients, *(None for _ in ctx.options))
+    dlse = dlse if ctx.options[_RETURN_LSE] else None
+    gradients = operator(dout, dlse, query, key, value, out, lse, *extras, *ctx.options)
+    return (*gradients, *(None for _ in (*extras, *ctx.options)))
 
 
 class Transformable(torch.autograd.Function):
@@ -164,9 +197,9 @@ class Transformable(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Pair:
+    def forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Pair:
         """Out and LSE."""
-        pair: Pair = torch.ops.autoflash.attention_forward(query, key, value, *options)
+        pair: Pair = torch.ops.autoflash.attention_forward(query, key, value, *rest)
         return pair
 
     @staticmethod
@@ -208,10 +241,17 @@ def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 
 
 def _map(operator: Any, tensors: int) -> Any:
+    """The rule of an operator whose first tensors, and the mask behind them, have a batch dimension."""
+
     def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         size = info.batch_size
-        folded = [_fold(x, dim, size) for x, dim in zip(arguments[:tensors], in_dims[:tensors], strict=True)]
-        results = operator(*folded, *arguments[tensors:])
+        cu_seqlens_q, _, rng = arguments[tensors + 1 : tensors + _COUNT]
+        if cu_seqlens_q is not None:
+            raise UnsupportedError("vmap of packed sequences is not built: pack more sequences instead")
+        if rng is not None:
+            raise UnsupportedError("vmap with dropout is not built: give the mapped dimension to the batch instead")
+        folded = [_fold(x, dim, size) for x, dim in zip(arguments[: tensors + 1], in_dims[: tensors + 1], strict=True)]
+        results = operator(*folded, *arguments[tensors + 1 :])
         return tuple(result.unflatten(0, (size, -1)) for result in results), (0,) * len(results)
 
     return rule

@@ -312,7 +312,9 @@ class Cell:
         optional = {"features", "window_bucket"}
         if set(content) not in (names, names - optional):
             raise ValueError(f"a cell has the fields {sorted(names)}, got {sorted(content)}")
-        values = {name: enums[name](value) if name in enums else value for name, value in content.items()}
+        values: dict[str, object] = {
+            name: enums[name](value) if name in enums else value for name, value in content.items()
+        }
         for name, value in values.items():
             expected = str if name == "features" else bool if name in ("deterministic", "tf32") else int
             if name not in enums and type(value) is not expected:

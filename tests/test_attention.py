@@ -199,16 +199,11 @@ def test_no_queries_give_an_empty_output(kernels: FakeKernels, sizes: dict[str, 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("window", (128, 0)),
-        ("mask", torch.zeros(1, 1, 33, 65, dtype=torch.bool)),
-        ("mask", torch.zeros(1, 1, 33, 65)),
         ("bias", torch.zeros(1, 4, 33, 65)),
         ("alibi_slopes", torch.ones(4)),
-        ("softcap", 30.0),
         ("sinks", torch.zeros(4)),
         ("score_mod", lambda score: score),
         ("score_params", ()),
-        ("dropout_p", 0.1),
     ],
 )
 def test_an_argument_that_is_not_built_is_refused_by_name(kernels: FakeKernels, name: str, value: object) -> None:

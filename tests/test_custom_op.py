@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 FORWARD = torch.ops.autoflash.attention_forward.default
 BACKWARD = torch.ops.autoflash.attention_backward.default
+PLAIN = (None, None, None, None)
+NO_FEATURES = (-1, -1, 0.0, 0.0, 0, 0)
 LAYOUTS = list(itertools.product([False, True], repeat=3))
 # Tracing through AOTAutograd takes seconds; which strides it sees is the business of the fake tensors' check.
 QUICK_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")
@@ -55,7 +57,7 @@ def compiled(function: Callable[..., Tensor], **options: object) -> Callable[...
 @pytest.mark.parametrize(("layouts", "checks"), CHECKED)
 def test_opcheck_accepts_the_forward(layouts: tuple[bool, bool, bool], checks: tuple[str, ...]) -> None:
     q, k, v = (make(transposed, grad=True) for transposed in layouts)
-    arguments = (q, k, v, 0.25, "bottom_right", False, "never", True, True)
+    arguments = (q, k, v, *PLAIN, 0.25, "bottom_right", False, "never", True, True, *NO_FEATURES)
 
     result = torch.library.opcheck(FORWARD, arguments, test_utils=checks)
 
@@ -65,7 +67,7 @@ def test_opcheck_accepts_the_forward(layouts: tuple[bool, bool, bool], checks: t
 @pytest.mark.parametrize(("layouts", "checks"), CHECKED)
 def test_opcheck_accepts_the_backward(layouts: tuple[bool, bool, bool], checks: tuple[str, ...]) -> None:
     q, k, v = (make(transposed) for transposed in layouts)
-    options = (0.25, "bottom_right", False, "never", False, True)
+    options = (*PLAIN, 0.25, "bottom_right", False, "never", False, True, *NO_FEATURES)
     out, lse = FORWARD(q, k, v, *options)
     arguments = (torch.randn(out.shape), None, q, k, v, out, lse, *options)
 

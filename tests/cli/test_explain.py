@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from autoflash.attention import forget
+from autoflash.control import forget
 from autoflash.cli.application import main
 from tests.cli.conftest import Filled
 

@@ -17,7 +17,7 @@ from autoflash.dispatch.table import Origin, Table
 from autoflash.evaluate import reference
 from autoflash.ops import CALLS, allocate
 from autoflash.problem import Form, Mask, Pass, Problem
-from autoflash.runtime.executable import BackwardCall, Executable, ForwardCall
+from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Executable, Extras, ForwardCall
 from autoflash.trial import Decision, Environment, Level, Resources, Verification
 from autoflash.variant import Family, Variant
 from tests.factories import DIGEST, make_device, make_environment, make_verification
@@ -56,14 +56,21 @@ class FakeExecutable:
     def resources(self) -> Resources | None:
         return None
 
-    def prepare_forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> ForwardCall:
+    def prepare_forward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras = NO_EXTRAS
+    ) -> ForwardCall:
         self.prepared += 1
         if self.breaks is not None:
             raise self.breaks
         differentiable = self.variant.family is Family.VENDOR
 
         def call(
-            q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            out: Tensor | None = None,
+            lse: Tensor | None = None,
+            extras: Extras = NO_EXTRAS,
         ) -> tuple[Tensor, Tensor]:
             self.calls += 1
             with contextlib.nullcontext() if differentiable else torch.no_grad():
@@ -81,7 +88,15 @@ class FakeExecutable:
         return call
 
     def prepare_backward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        scale: float,
+        extras: Extras = NO_EXTRAS,
     ) -> BackwardCall:
         self.prepared += 1
         if self.breaks is not None:
@@ -98,6 +113,7 @@ class FakeExecutable:
             dq: Tensor | None = None,
             dk: Tensor | None = None,
             dv: Tensor | None = None,
+            extras: Extras = NO_EXTRAS,
         ) -> tuple[Tensor, Tensor, Tensor]:
             self.calls += 1
             p = torch.exp(scores(problem, q, k, scale) - lse.double()[..., None]).nan_to_num(0.0)
