@@ -1,4 +1,4 @@
-"""Windows, masks, softcap, dropout and packed sequences on a GPU: the gate, large offsets, graphs, memory, no waiting."""
+"""Windows, masks, softcap, dropout and packed sequences on a GPU: the gate, large offsets, graphs, memory."""
 
 from __future__ import annotations
 
