@@ -37,7 +37,13 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeLimits:
-    """Wall-clock seconds after which a worker is killed, its start and the wait for the device not included."""
+    """Wall-clock seconds after which a worker is killed, its start and the wait for the device not included.
+
+    Attributes:
+        screen_s: For one candidate; also for each of a comparison.
+        verify_s: For the full grid.
+        rerank_s: For a comparison of many.
+    """
 
     screen_s: float = 60.0
     verify_s: float = 300.0
@@ -80,9 +86,9 @@ class IsolatedEvaluator:
 
     def rerank(self, problem: Problem, variants: Sequence[Variant], run: str) -> list[Outcome]:
         """Time in turns; one outcome for each variant, in order."""
-        reply = self._call(
-            evaluator.rerank, self._limits.rerank_s, problem, tuple(variants), self._device, run, self._binder
-        )
+        # A few take no longer than to screen them would.
+        limit_s = min(self._limits.rerank_s, self._limits.screen_s * len(variants))
+        reply = self._call(evaluator.rerank, limit_s, problem, tuple(variants), self._device, run, self._binder)
         if isinstance(reply, Failure):
             return [self._outcome(reply) for _ in variants]
         if any(outcome.poisoned for outcome in reply):
@@ -100,7 +106,11 @@ class IsolatedEvaluator:
             if isinstance(failure, Failure):
                 return failure
         with device_lock(self._device):
-            return self._worker.call(function, timeout_s, *args, **kwargs)
+            reply = self._worker.call(function, timeout_s, *args, **kwargs)
+        if isinstance(reply, Failure):
+            # Also where the process lives: what was raised outside of a candidate may have left the device unusable.
+            self._worker.restart()
+        return reply
 
     def _outcome(self, reply: Outcome | Failure) -> Outcome:
         if isinstance(reply, Failure):

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from autoflash.db.claim import Claim
-from autoflash.db.repository import Repository
 from autoflash.device import Device
 from autoflash.evaluate.compile_pool import CompilePool
 from autoflash.evaluate.grid import screen_cases
 from autoflash.problem import Cell, Problem
 from autoflash.runtime.compile import CompileOutcome
+from autoflash.search.claims import Claims
 from autoflash.search.replay import COMPILED_PER_TRIAL
 from autoflash.search.sampler import Feedback, Sampler
 from autoflash.space import cost
-from autoflash.trial import Environment, Status
+from autoflash.trial import Status
 from autoflash.variant import Family, Variant
 
 _MOST_IN_FLIGHT = 8
-_HEARTBEAT_S = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +45,8 @@ class Pipeline:
     Args:
         sampler: Knows what was tried.
         pool: Compiles.
-        repository: Keeps other processes from the same variant.
-        cell, problem, environment, device: For what and where.
+        claims: Keep other processes from the same variant.
+        cell, problem, device: For what and where.
         refresh: Tells the sampler of trials that other processes recorded.
     """
 
@@ -56,26 +54,23 @@ class Pipeline:
         self,
         sampler: Sampler,
         pool: CompilePool,
-        repository: Repository,
+        claims: Claims,
         *,
         cell: Cell,
         problem: Problem,
-        environment: Environment,
         device: Device,
         refresh: Callable[[], None],
     ) -> None:
         self._sampler = sampler
         self._pool = pool
-        self._repository = repository
+        self._claims = claims
         self._cell = cell
         self._problem = problem
-        self._environment = environment
         self._device = device
         self._refresh = refresh
         self._queue: deque[_InFlight] = deque()
         self._current: _InFlight | None = None
         self._ahead: dict[Variant, Future[CompileOutcome]] = {}
-        self._beat = time.monotonic()
 
     def compile_ahead(self, trials: int) -> None:
         """Compile what the search will probably ask for, and let the compiler's facts rank it.
@@ -99,7 +94,6 @@ class Pipeline:
         Args:
             remaining: How many more trials are wanted, this one included.
         """
-        self._heartbeat()
         while len(self._queue) < min(remaining, self._depth) and self._ask():
             pass
         if not self._queue:
@@ -113,7 +107,7 @@ class Pipeline:
     def settle(self) -> None:
         """The candidate's trial is recorded: give its claim back."""
         if self._current is not None:
-            self._current.claim.release()
+            self._claims.release(self._current.claim)
             self._current = None
 
     def close(self) -> None:
@@ -121,7 +115,7 @@ class Pipeline:
         self.settle()
         for waiting in self._queue:
             waiting.future.cancel()
-            waiting.claim.release()
+            self._claims.release(waiting.claim)
             self._sampler.skip(waiting.variant)
         self._queue.clear()
         for future in self._ahead.values():
@@ -135,7 +129,7 @@ class Pipeline:
     def _ask(self) -> bool:
         self._refresh()
         while (variant := self._sampler.ask()) is not None:
-            claim = self._repository.claim(self._cell, variant, self._environment)
+            claim = self._claims.take(self._cell, variant)
             if claim is None:
                 self._sampler.skip(variant)
                 self._refresh()
@@ -145,10 +139,3 @@ class Pipeline:
             self._queue.append(_InFlight(variant=variant, claim=claim, future=future, wait=wait))
             return True
         return False
-
-    def _heartbeat(self) -> None:
-        now = time.monotonic()
-        if now - self._beat > _HEARTBEAT_S:
-            self._beat = now
-            for waiting in self._queue:
-                waiting.claim.heartbeat()

@@ -7,22 +7,23 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from types import FrameType
 
 from autoflash import keys
 from autoflash.db.repository import Repository
-from autoflash.dispatch.buckets import problem_of
 from autoflash.evaluate.compile_pool import CompilePool
 from autoflash.evaluate.evaluator import Outcome
 from autoflash.evaluate.isolated import Evaluator, IsolatedEvaluator
 from autoflash.problem import Cell, Problem
 from autoflash.runtime.probe import environment
 from autoflash.search.budget import Budget
-from autoflash.search.finals import Finals
+from autoflash.search.claims import Claims
+from autoflash.search.finals import Finals, Verdict
+from autoflash.search.goals import count, goals, plan_cell
 from autoflash.search.pipeline import Candidate, Pipeline
+from autoflash.search.records import Records, current_digest
 from autoflash.search.request import (
     CellFinished,
     CellPlan,
@@ -37,7 +38,7 @@ from autoflash.search.request import (
 from autoflash.search.sampler import Feedback, Sampler
 from autoflash.search.seeds import neighbours_winners
 from autoflash.space import catalog
-from autoflash.trial import Decision, Environment, Stage, Status, Trial
+from autoflash.trial import Decision, Environment, Status, Trial
 from autoflash.variant import Family, Variant
 
 OnEvent = Callable[[Event], None]
@@ -73,7 +74,9 @@ def tune(
                 IsolatedEvaluator(request.device, binder=request.binder, limits=request.limits)
             )
         pool = stack.enter_context(CompilePool(request.workers))
-        tuner = _Tuner(request, repository, evaluator, pool, seed, on_event)
+        records = Records(repository, environment(request.device))
+        claims = stack.enter_context(Claims(records))
+        tuner = _Tuner(request, repository, records, claims, evaluator, pool, seed, on_event)
         budget = Budget(request.budget_s, len(request.cells))
         summaries: list[CellSummary] = []
         for index, cell in enumerate(request.cells):
@@ -93,7 +96,8 @@ def plan(request: TuneRequest, repository: Repository | None) -> tuple[CellPlan,
     """What a request would do; nothing is run, compiled or written."""
     here = environment(request.device)
     families = families_of(request, here)
-    return tuple(_plan_cell(request, repository, here, families, cell) for cell in request.cells)
+    records = None if repository is None else Records(repository, here)
+    return tuple(plan_cell(request, records, families, cell) for cell in request.cells)
 
 
 def families_of(request: TuneRequest, here: Environment) -> tuple[Family, ...]:
@@ -114,6 +118,8 @@ class _Tuner:
         self,
         request: TuneRequest,
         repository: Repository,
+        records: Records,
+        claims: Claims,
         evaluator: Evaluator,
         pool: CompilePool,
         seed: int,
@@ -121,18 +127,20 @@ class _Tuner:
     ) -> None:
         self.request = request
         self.repository = repository
+        self.records = records
+        self.claims = claims
         self.evaluator = evaluator
         self.pool = pool
         self.seed = seed
         self.on_event = on_event
         self.here = environment(request.device)
         self.families = families_of(request, self.here)
-        self.finals = Finals(repository, evaluator, pool, request.device, self.here)
+        self.finals = Finals(repository, records, evaluator, pool, request.device, self.here)
 
     def tune_cell(self, cell: Cell, index: int, budget: Budget) -> CellSummary:
         """Search one cell and decide it."""
         started = time.monotonic()
-        plan = _plan_cell(self.request, self.repository, self.here, self.families, cell)
+        plan = plan_cell(self.request, self.records, self.families, cell)
         self.on_event(CellStarted(plan=plan, index=index, cells=len(self.request.cells)))
         log = _CellLog(plan, self.on_event)
         self._try_vendors(log)
@@ -143,22 +151,21 @@ class _Tuner:
     def _search(self, family: Family, log: _CellLog, budget: Budget) -> None:
         """The loop: ask, compile, verify, measure, record, tell."""
         plan = log.plan
-        goal = _goals(self.request, self.repository, self.here, self.families, plan.cell)[family]
+        goal = goals(self.request, self.records, self.families, plan.cell)[family]
         target = goal.counted + goal.to_do
         sampler = self._sampler(plan.cell, family, target)
 
         def refresh() -> None:
-            for trial in self.repository.trials(cell=plan.cell, environment=self.here, family=family):
+            for trial in self.records.trials(plan.cell, family=family):
                 sampler.warm(trial.variant, _feedback(trial))
 
         refresh()
         pipeline = Pipeline(
             sampler,
             self.pool,
-            self.repository,
+            self.claims,
             cell=plan.cell,
             problem=plan.problem,
-            environment=self.here,
             device=self.request.device,
             refresh=refresh,
         )
@@ -202,17 +209,19 @@ class _Tuner:
         if not self.request.vendors:
             return
         cell = log.plan.cell
-        known = self.repository.trials(cell=cell, environment=self.here, family=Family.VENDOR)
+        known = self.records.trials(cell, family=Family.VENDOR)
         for trial in known:
             log.know(trial)
         for variant in catalog.vendors(cell, self.request.device):
             if variant in {trial.variant for trial in known}:
                 continue
-            claim = self.repository.claim(cell, variant, self.here)
+            claim = self.claims.take(cell, variant)
             if claim is None:
                 continue
-            with claim:
+            try:
                 log.add(self._record(cell, variant, self.evaluator.screen(log.plan.problem, variant)))
+            finally:
+                self.claims.release(claim)
 
     def _record(self, cell: Cell, variant: Variant, outcome: Outcome) -> Trial:
         return self.repository.record(
@@ -220,7 +229,8 @@ class _Tuner:
                 cell=cell,
                 variant=variant,
                 environment=self.here,
-                source_digest=outcome.source_digest,
+                # Of a process that died nothing was heard: its kernel is what the templates give.
+                source_digest=outcome.source_digest or current_digest(cell, variant),
                 status=outcome.status,
                 detail=outcome.detail,
                 resources=outcome.resources,
@@ -242,47 +252,30 @@ class _Tuner:
             seed=int(keys.key("search", [self.seed, cell.key, family.value])[:8], 16),
         )
 
-    def _counted(self, cell: Cell, family: Family) -> int:
-        return _counted(self.repository.trials(cell=cell, environment=self.here, family=family))
-
     def _finish(self, log: _CellLog, started: float) -> CellSummary:
         cell, device = log.plan.cell, self.request.device
         existing = next(iter(self.repository.decisions(environment=self.here, cell=cell)), None)
-        decision, note = None, ""
-        if existing is not None and not log.added:
-            note = "nothing was added"
+        trials = self.records.trials(cell)
+        if existing is not None and not log.added and not _learnt_since(existing, trials):
+            verdict = Verdict(note="nothing was added")
         else:
             defaults = [catalog.search_space(cell, device, family).default() for family in self.families]
             finalists = self.finals.pick(cell, defaults)
             if any(trial.variant.family is not Family.VENDOR for trial in finalists):
                 self.on_event(FinalsStarted(cell=cell, finalists=len(finalists)))
-                decision = self.finals.decide(cell, log.plan.problem, finalists, defaults)
-                note = "" if decision is not None else "no candidate passed the full verification"
+                verdict = self.finals.decide(cell, log.plan.problem, finalists, defaults)
             else:
-                note = f"no candidate is correct: {log.failures()}"
-        counted = sum(self._counted(cell, family) for family in self.families)
+                verdict = Verdict(note=f"no candidate is correct: {log.failures()}")
         return CellSummary(
             plan=log.plan,
             added=dict(log.added),
-            total=counted,
-            decision=decision or existing,
-            is_new=decision is not None,
-            default_us=self._default_us(cell, decision),
-            note=note,
+            total=count(trial for trial in trials if trial.variant.family in self.families),
+            decision=verdict.decision or existing,
+            is_new=verdict.decision is not None,
+            default_us=verdict.default_us,
+            note=verdict.note,
             seconds=time.monotonic() - started,
         )
-
-    def _default_us(self, cell: Cell, decision: Decision | None) -> float | None:
-        """The default's time in the comparison behind a decision."""
-        if decision is None:
-            return None
-        defaults = {catalog.search_space(cell, self.request.device, family).default() for family in self.families}
-        times = [
-            trial.measurement.median_us
-            for trial in self.repository.trials(cell=cell, environment=self.here)
-            if trial.variant in defaults and trial.measurement is not None and trial.measurement.stage is Stage.FINAL
-        ]
-        return min(times, default=None)
 
 
 class _CellLog:
@@ -330,63 +323,9 @@ class _CellLog:
         return ", ".join(kinds) or "none was tried"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Goal:
-    """What a run adds to one family of a cell: variants in its space, those that count already, trials to do."""
-
-    variants: int
-    counted: int
-    to_do: int
-
-
-def _goals(
-    request: TuneRequest, repository: Repository | None, here: Environment, families: Sequence[Family], cell: Cell
-) -> dict[Family, _Goal]:
-    """Trials to do, shared alike among the families; what a small space cannot use goes to the others.
-
-    Asked again when a family's turn comes, it leaves out what others have done since.
-    """
-    sizes = {family: len(catalog.search_space(cell, request.device, family).variants()) for family in families}
-    counted = dict.fromkeys(families, 0)
-    if repository is not None:
-        for family in families:
-            counted[family] = _counted(repository.trials(cell=cell, environment=here, family=family))
-    if request.more is None:
-        totals = _shared_out(request.trials, sizes)
-        to_do = {family: max(0, totals[family] - counted[family]) for family in families}
-    else:
-        to_do = _shared_out(request.more, {family: max(0, sizes[family] - counted[family]) for family in families})
-    return {family: _Goal(variants=sizes[family], counted=counted[family], to_do=to_do[family]) for family in families}
-
-
-def _shared_out(trials: int, room: Mapping[Family, int]) -> dict[Family, int]:
-    """Equal shares of a number of trials, as far as there is room; the earlier families get what is left over."""
-    shares = dict.fromkeys(room, 0)
-    while trials > 0 and (open_ones := [family for family in room if shares[family] < room[family]]):
-        each = max(1, trials // len(open_ones))
-        for family in open_ones:
-            given = min(each, room[family] - shares[family], trials)
-            shares[family] += given
-            trials -= given
-    return shares
-
-
-def _plan_cell(
-    request: TuneRequest, repository: Repository | None, here: Environment, families: Sequence[Family], cell: Cell
-) -> CellPlan:
-    goals = _goals(request, repository, here, families, cell).values()
-    return CellPlan(
-        cell=cell,
-        problem=problem_of(cell, request.device),
-        variants=sum(goal.variants for goal in goals),
-        recorded=sum(goal.counted for goal in goals),
-        to_do=sum(goal.to_do for goal in goals),
-    )
-
-
-def _counted(trials: Sequence[Trial]) -> int:
-    """Distinct variants that were really tried: a static refusal costs nothing and counts nothing."""
-    return len({trial.variant for trial in trials if trial.status is not Status.CONSTRAINTS})
+def _learnt_since(decision: Decision, trials: Iterable[Trial]) -> bool:
+    """Whether something was timed after a decision: by another process, or by a run that did not come to its end."""
+    return any(trial.measurement is not None and trial.measurement.taken_at > decision.decided_at for trial in trials)
 
 
 def _feedback(trial: Trial) -> Feedback:

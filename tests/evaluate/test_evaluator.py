@@ -10,7 +10,8 @@ from autoflash.device import Device
 from autoflash.errors import RenderError, UnsupportedError
 from autoflash.evaluate import evaluator as module
 from autoflash.evaluate.evaluator import Outcome
-from autoflash.evaluate.isolated import IsolatedEvaluator
+from autoflash.evaluate.isolated import IsolatedEvaluator, TimeLimits
+from autoflash.evaluate.worker import Failure
 from autoflash.problem import DType, Pass, Problem
 from autoflash.runtime.probe import probe
 from autoflash.trial import Level, Measurement, Stage, Status
@@ -137,6 +138,43 @@ def test_a_finalist_that_fails_does_not_stop_the_comparison(cpu: Device) -> None
 
     assert [outcome.status for outcome in outcomes] == [Status.CORRECT, Status.RUNTIME, Status.CORRECT]
     assert [outcome.measurement is not None for outcome in outcomes] == [True, False, True]
+
+
+def test_a_comparison_that_loses_its_worker_fails_as_a_whole_and_costs_nothing_else(cpu: Device) -> None:
+    with faults.Impatient(cpu) as evaluator:
+        lost = evaluator.rerank(_problem(), [_variant(), _variant("exit")], "one")
+        again = evaluator.rerank(_problem(), [_variant()], "two")
+
+    assert [(outcome.status, outcome.measurement) for outcome in lost] == [(Status.RUNTIME, None)] * 2
+    assert [outcome.measurement is not None for outcome in again] == [True]
+
+
+def test_a_worker_in_which_something_was_raised_outside_of_a_candidate_is_replaced(
+    isolated: IsolatedEvaluator,
+) -> None:
+    isolated.screen(_problem(), _variant())
+    before = isolated.pid
+
+    reply = isolated._call(int, 300.0, "no number")
+
+    assert isinstance(reply, Failure)
+    assert before is not None
+    assert isolated.pid is None
+
+
+def test_a_comparison_of_few_takes_no_longer_than_to_screen_them(cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float] = []
+    evaluator = IsolatedEvaluator(cpu, limits=TimeLimits(screen_s=60.0, rerank_s=300.0))
+
+    def call(function: object, limit_s: float, *_: object) -> list[Outcome]:
+        limits.append(limit_s)
+        return []
+
+    monkeypatch.setattr(evaluator, "_call", call)
+    for count in (1, 3, 8):
+        evaluator.rerank(_problem(), [_variant()] * count, "run")
+
+    assert limits == [60.0, 180.0, 300.0]
 
 
 def test_both_levels_are_named(cpu: Device) -> None:

@@ -6,111 +6,72 @@ import dataclasses
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from autoflash.db.repository import Repository
-from autoflash.device import CROSS_TARGETS, Device, DeviceKind
+from autoflash.device import CROSS_TARGETS, Device
 from autoflash.dispatch.buckets import problem_of
 from autoflash.evaluate.evaluator import Outcome
 from autoflash.evaluate.grid import Case
-from autoflash.problem import Cell, DType, Mask, Problem
+from autoflash.evaluate.isolated import TimeLimits
+from autoflash.problem import Mask, Problem
 from autoflash.runtime.compile import CompileOutcome
 from autoflash.runtime.probe import environment
 from autoflash.search import tuner
+from autoflash.search.records import current_digest
 from autoflash.search.replay import RecordedEvaluator
 from autoflash.search.request import CellFinished, CellStarted, Event, TrialFinished, TuneRequest
 from autoflash.search.tuner import plan, tune
 from autoflash.space import catalog
-from autoflash.trial import Level, Resources, Status
+from autoflash.trial import Resources, Stage, Status
 from autoflash.variant import Family, Variant
 from tests.contract import evaluator as contract
-from tests.factories import make_cell, make_measurement, make_verification
-
-_CPU = Device(kind=DeviceKind.CPU, name="test cpu", arch="x86_64", multiprocessors=2, shared_bytes=0, warp_size=1)
-_CELL = make_cell(dtype=DType.FP32, q_bucket=7)
-_FASTEST = {"block_m": 128, "block_n": 128, "heads_per_step": 1}
-
-
-def _good(variant: Variant, median_us: float) -> Outcome:
-    return Outcome(
-        status=Status.CORRECT,
-        verification=make_verification(level=Level.SCREEN),
-        measurement=make_measurement(median_us=median_us),
-        source_digest="" if variant.family is Family.VENDOR else "0123456789abcdef",
-    )
-
-
-def _time(variant: Variant) -> float:
-    if variant.family is Family.VENDOR:
-        return 150.0
-    distance = sum(variant.config[name] != value for name, value in _FASTEST.items())
-    return 100.0 * (1 + distance) + 50.0 * (variant.structure["loop_order"] != "query_outer")
-
-
-def _recorded(cell: Cell = _CELL) -> RecordedEvaluator:
-    variants = [
-        *catalog.search_space(cell, _CPU, Family.TORCH_TILED).variants(),
-        *catalog.vendors(cell, _CPU),
-    ]
-    return RecordedEvaluator({variant: _good(variant, _time(variant)) for variant in variants})
-
-
-def _request(cells: tuple[Cell, ...] = (_CELL,), *, trials: int = 12, more: int | None = None) -> TuneRequest:
-    return TuneRequest(cells=cells, device=_CPU, trials=trials, more=more, seed=0)
-
-
-@pytest.fixture
-def repository(tmp_path: Path) -> Iterator[Repository]:
-    with Repository.open(str(tmp_path / "tuning.sqlite")) as repository:
-        yield repository
-
-
-def _generated(repository: Repository) -> list[Variant]:
-    return [trial.variant for trial in repository.trials() if trial.variant.family is not Family.VENDOR]
+from tests.factories import make_cell, make_measurement, make_trial
+from tests.search.recorded import CELL, CPU, FASTEST, default, generated, good, outcomes, recorded, request, time_of
 
 
 def test_a_recording_satisfies_the_evaluators_contract() -> None:
-    problem = problem_of(_CELL, _CPU)
-    space = catalog.search_space(_CELL, _CPU, Family.TORCH_TILED)
+    problem = problem_of(CELL, CPU)
+    space = catalog.search_space(CELL, CPU, Family.TORCH_TILED)
     good, other, outside = space.default(), space.variants()[0], space.variant({"block_m": 4096})
 
-    contract.check_screening(_recorded(), problem, good)
-    contract.check_full_verification(_recorded(), problem, good)
-    contract.check_comparison(_recorded(), problem, good, other)
-    contract.check_failure(_recorded(), problem, outside)
+    contract.check_screening(recorded(), problem, good)
+    contract.check_full_verification(recorded(), problem, good)
+    contract.check_comparison(recorded(), problem, good, other)
+    contract.check_failure(recorded(), problem, outside)
 
 
 def test_a_cell_gets_its_trials_and_a_decision(repository: Repository) -> None:
-    summary = tune(_request(), repository, evaluator=_recorded())
+    summary = tune(request(), repository, evaluator=recorded())
 
-    decision = repository.decisions(cell=_CELL)[0]
-    assert len(_generated(repository)) == len(set(_generated(repository))) == 12
+    decision = repository.decisions(cell=CELL)[0]
+    assert len(generated(repository)) == len(set(generated(repository))) == 12
     assert decision == summary.cells[0].decision
-    assert dict(decision.choices[0].variant.config) == _FASTEST
+    assert dict(decision.choices[0].variant.config) == FASTEST
     assert decision.vendor is not None
     assert decision.vendor.median_us == 150.0
     assert summary.failed == ()
 
 
 def test_the_default_is_tried_first_and_compared_in_the_end(repository: Repository) -> None:
-    evaluator = _recorded()
+    evaluator = recorded()
 
-    summary = tune(_request(), repository, evaluator=evaluator)
+    summary = tune(request(), repository, evaluator=evaluator)
 
-    default = catalog.search_space(_CELL, _CPU, Family.TORCH_TILED).default()
-    assert evaluator.screened[len(catalog.vendors(_CELL, _CPU))] == default
-    assert summary.cells[0].default_us == _time(default)
+    default = catalog.search_space(CELL, CPU, Family.TORCH_TILED).default()
+    assert evaluator.screened[len(catalog.vendors(CELL, CPU))] == default
+    assert summary.cells[0].default_us == time_of(default)
 
 
 def test_the_same_command_again_does_nothing(repository: Repository) -> None:
-    tune(_request(), repository, evaluator=_recorded())
-    again = _recorded()
+    tune(request(), repository, evaluator=recorded())
+    again = recorded()
 
-    summary = tune(_request(), repository, evaluator=again)
+    summary = tune(request(), repository, evaluator=again)
 
     assert again.screened == []
     assert summary.cells[0].added == {}
@@ -119,52 +80,52 @@ def test_the_same_command_again_does_nothing(repository: Repository) -> None:
 
 
 def test_trials_is_a_total_that_a_later_run_completes(repository: Repository) -> None:
-    tune(_request(trials=5), repository, evaluator=_recorded())
-    later = _recorded()
+    tune(request(trials=5), repository, evaluator=recorded())
+    later = recorded()
 
-    tune(_request(trials=12), repository, evaluator=later)
+    tune(request(trials=12), repository, evaluator=later)
 
     assert len(later.screened) == 7
-    assert len(set(_generated(repository))) == len(_generated(repository)) == 12
+    assert len(set(generated(repository))) == len(generated(repository)) == 12
 
 
 def test_more_adds_to_what_is_there(repository: Repository) -> None:
-    tune(_request(trials=5), repository, evaluator=_recorded())
+    tune(request(trials=5), repository, evaluator=recorded())
 
-    tune(_request(more=3), repository, evaluator=_recorded())
+    tune(request(more=3), repository, evaluator=recorded())
 
-    assert len(_generated(repository)) == 8
+    assert len(generated(repository)) == 8
 
 
 def test_a_space_smaller_than_the_budget_is_tried_whole(repository: Repository) -> None:
-    size = len(catalog.search_space(_CELL, _CPU, Family.TORCH_TILED).variants())
+    size = len(catalog.search_space(CELL, CPU, Family.TORCH_TILED).variants())
 
-    summary = tune(_request(trials=1000), repository, evaluator=_recorded())
+    summary = tune(request(trials=1000), repository, evaluator=recorded())
 
-    assert summary.cells[0].total == len(_generated(repository)) == size
+    assert summary.cells[0].total == len(generated(repository)) == size
 
 
 def test_one_seed_gives_one_order(tmp_path: Path) -> None:
     orders = []
     for name in ("a", "b"):
-        evaluator = _recorded()
+        evaluator = recorded()
         with Repository.open(str(tmp_path / f"{name}.sqlite")) as repository:
-            tune(_request(), repository, evaluator=evaluator)
+            tune(request(), repository, evaluator=evaluator)
         orders.append(evaluator.screened)
 
     assert orders[0] == orders[1]
 
 
 def test_the_winner_of_one_cell_is_tried_early_in_the_next(repository: Repository) -> None:
-    evaluator = _recorded()
-    neighbour = dataclasses.replace(_CELL, q_bucket=8)
-    tune(_request(), repository, evaluator=evaluator)
+    evaluator = recorded()
+    neighbour = dataclasses.replace(CELL, q_bucket=8)
+    tune(request(), repository, evaluator=evaluator)
     before = len(evaluator.screened)
 
-    tune(_request((neighbour,), trials=3), repository, evaluator=evaluator)
+    tune(request((neighbour,), trials=3), repository, evaluator=evaluator)
 
     tried = [variant for variant in evaluator.screened[before:] if variant.family is not Family.VENDOR]
-    assert _FASTEST in [dict(variant.config) for variant in tried]
+    assert FASTEST in [dict(variant.config) for variant in tried]
 
 
 class _Failing(RecordedEvaluator):
@@ -179,7 +140,7 @@ class _Failing(RecordedEvaluator):
 
 
 def test_when_everything_fails_there_is_no_decision_and_the_kinds_are_said(repository: Repository) -> None:
-    summary = tune(_request(), repository, evaluator=_Failing(_recorded()._outcomes))
+    summary = tune(request(), repository, evaluator=_Failing(outcomes()))
 
     assert repository.decisions() == []
     assert summary.failed == summary.cells
@@ -188,80 +149,62 @@ def test_when_everything_fails_there_is_no_decision_and_the_kinds_are_said(repos
 
 
 def test_when_everything_fails_the_old_decision_is_kept(repository: Repository) -> None:
-    before = tune(_request(trials=4), repository, evaluator=_recorded()).cells[0].decision
+    before = tune(request(trials=4), repository, evaluator=recorded()).cells[0].decision
 
-    summary = tune(_request(more=4), repository, evaluator=_Failing(_recorded()._outcomes))
+    summary = tune(request(more=4), repository, evaluator=_Failing(outcomes()))
 
-    assert repository.decisions(cell=_CELL)[0].choices[0].variant == before.choices[0].variant  # type: ignore[union-attr]  # checked above
+    assert repository.decisions(cell=CELL)[0].choices[0].variant == before.choices[0].variant  # type: ignore[union-attr]  # checked above
     assert summary.failed == ()
-
-
-class _WrongWinner(RecordedEvaluator):
-    """The fastest variant turns out wrong on the full grid."""
-
-    def verify_full(self, problem: Problem, inside: Problem | None, variant: Variant) -> Outcome:
-        if dict(variant.config) == _FASTEST:
-            refuted = make_verification(level=Level.FULL, passed=False, worst_ratio=7.0)
-            return Outcome(status=Status.CORRECTNESS, detail="dq", verification=refuted)
-        return super().verify_full(problem, inside, variant)
-
-
-def test_what_fails_the_full_grid_is_never_chosen(repository: Repository) -> None:
-    tune(_request(trials=1000), repository, evaluator=_WrongWinner(_recorded()._outcomes))
-
-    chosen = [dict(ranked.variant.config) for ranked in repository.decisions()[0].choices]
-    assert chosen
-    assert _FASTEST not in chosen
 
 
 def test_events_tell_the_story(repository: Repository) -> None:
     events: list[Event] = []
 
-    tune(_request(), repository, evaluator=_recorded(), on_event=events.append)
+    tune(request(), repository, evaluator=recorded(), on_event=events.append)
 
     trials = [event for event in events if isinstance(event, TrialFinished)]
     assert isinstance(events[0], CellStarted)
     assert events[0].plan.to_do == 12
     assert isinstance(events[-1], CellFinished)
-    assert len(trials) == 12 + len(catalog.vendors(_CELL, _CPU))
+    assert len(trials) == 12 + len(catalog.vendors(CELL, CPU))
     assert (trials[-1].done, trials[-1].total) == (12, 12)
     assert trials[-1].vendor_us == 150.0
     assert trials[-1].best_us == min(event.median_us or 1e9 for event in trials[2:])
 
 
 def test_no_time_means_no_cell(repository: Repository) -> None:
-    summary = tune(dataclasses.replace(_request(), budget_s=0.0), repository, evaluator=_recorded())
+    summary = tune(dataclasses.replace(request(), budget_s=0.0), repository, evaluator=recorded())
 
     assert summary.cells == ()
-    assert summary.unreached == (_CELL,)
+    assert summary.unreached == (CELL,)
 
 
 def test_a_plan_runs_nothing(repository: Repository) -> None:
-    tune(_request(trials=5), repository, evaluator=_recorded())
+    tune(request(trials=5), repository, evaluator=recorded())
 
-    planned = plan(_request(), repository)
+    planned = plan(request(), repository)
 
     assert [(one.recorded, one.to_do) for one in planned] == [(5, 7)]
-    assert plan(_request(), None)[0].to_do == 12
+    assert plan(request(), None)[0].to_do == 12
 
 
 def test_a_variant_that_a_live_process_has_claimed_is_left_to_it(repository: Repository) -> None:
-    size = len(catalog.search_space(_CELL, _CPU, Family.TORCH_TILED).variants())
-    default = catalog.search_space(_CELL, _CPU, Family.TORCH_TILED).default()
-    evaluator = _recorded()
+    size = len(catalog.search_space(CELL, CPU, Family.TORCH_TILED).variants())
+    default = catalog.search_space(CELL, CPU, Family.TORCH_TILED).default()
+    evaluator = recorded()
 
-    with repository.claim(_CELL, default, environment(_CPU)) or pytest.fail("not claimed"):
-        tune(_request(trials=1000), repository, evaluator=evaluator)
+    with repository.claim(CELL, default, environment(CPU)) or pytest.fail("not claimed"):
+        tune(request(trials=1000), repository, evaluator=evaluator)
 
     assert default not in evaluator.screened
-    assert len(_generated(repository)) == size - 1
+    assert len(generated(repository)) == size - 1
 
 
 class _Interrupting(RecordedEvaluator):
     """Something stops the process in the fifth trial."""
 
-    def __init__(self, recorded: RecordedEvaluator, stop: Callable[[], None]) -> None:
-        super().__init__(recorded._outcomes)
+    def __init__(self, stop: Callable[[], None]) -> None:
+        super().__init__(outcomes())
         self._stop = stop
 
     def screen(self, problem: Problem, variant: Variant) -> Outcome:
@@ -284,29 +227,109 @@ def test_an_interruption_loses_the_trial_in_flight_alone(repository: Repository,
     handler = signal.getsignal(signal.SIGTERM)
 
     with pytest.raises(KeyboardInterrupt):
-        tune(_request(), repository, evaluator=_Interrupting(_recorded(), stop))
+        tune(request(), repository, evaluator=_Interrupting(stop))
 
     assert len(repository.trials()) == 4
-    assert repository.claimed(_CELL, environment(_CPU)) == []
+    assert repository.claimed(CELL, environment(CPU)) == []
     assert signal.getsignal(signal.SIGTERM) is handler
-    tune(_request(), repository, evaluator=_recorded())
-    assert len(_generated(repository)) == 12
+    tune(request(), repository, evaluator=recorded())
+    assert len(generated(repository)) == 12
 
 
-def test_families_share_the_trials_and_a_small_space_leaves_its_share_to_the_others() -> None:
-    assert tuner._shared_out(32, {Family.GLUON_SM90: 100, Family.TRITON: 100}) == {
-        Family.GLUON_SM90: 16,
-        Family.TRITON: 16,
-    }
-    assert tuner._shared_out(32, {Family.GLUON_SM90: 0, Family.TRITON: 100}) == {
-        Family.GLUON_SM90: 0,
-        Family.TRITON: 32,
-    }
-    assert tuner._shared_out(33, {Family.GLUON_SM90: 5, Family.TRITON: 20}) == {
-        Family.GLUON_SM90: 5,
-        Family.TRITON: 20,
-    }
-    assert sum(tuner._shared_out(7, {Family.GLUON_SM90: 9, Family.TRITON: 9}).values()) == 7
+class _Stopped(RecordedEvaluator):
+    """The run ends in the middle of the final comparison."""
+
+    def rerank(self, problem: Problem, variants: Sequence[Variant], run: str) -> list[Outcome]:
+        raise KeyboardInterrupt
+
+
+def test_a_run_that_was_stopped_in_its_end_is_completed(repository: Repository) -> None:
+    before = tune(request(trials=3), repository, evaluator=recorded()).cells[0].decision
+    later = {variant: _taken_later(outcome) for variant, outcome in outcomes().items()}
+    with pytest.raises(KeyboardInterrupt):
+        tune(request(), repository, evaluator=_Stopped(later))
+    evaluator = RecordedEvaluator(later)
+
+    summary = tune(request(), repository, evaluator=evaluator).cells[0]
+
+    assert evaluator.screened == []
+    assert summary.is_new
+    assert summary.decision != before
+    assert not tune(request(), repository, evaluator=evaluator).cells[0].is_new
+
+
+def _taken_later(outcome: Outcome) -> Outcome:
+    assert outcome.measurement is not None
+    return dataclasses.replace(
+        outcome, measurement=dataclasses.replace(outcome.measurement, taken_at="2099-01-01T00:00:00+00:00")
+    )
+
+
+def test_trials_of_another_text_are_neither_counted_nor_ranked(repository: Repository) -> None:
+    """As if a template had been edited after they were recorded, and its kernels had been fast."""
+    stale = "f" * 16
+    for variant in outcomes():
+        if variant.family is not Family.VENDOR:
+            measurement = make_measurement(median_us=1.0, stage=Stage.FINAL, run="old")
+            repository.record(
+                make_trial(
+                    cell=CELL,
+                    variant=variant,
+                    environment=environment(CPU),
+                    source_digest=stale,
+                    measurement=measurement,
+                )
+            )
+    evaluator = recorded()
+
+    planned = plan(request(), repository)
+    summary = tune(request(), repository, evaluator=evaluator).cells[0]
+
+    assert [(one.recorded, one.to_do) for one in planned] == [(0, 12)]
+    assert summary.total == 12
+    assert len(evaluator.screened) == 12 + len(catalog.vendors(CELL, CPU))
+    assert summary.decision is not None
+    assert all(
+        ranked.source_digest == current_digest(CELL, ranked.variant) != stale for ranked in summary.decision.choices
+    )
+    assert min(ranked.median_us for ranked in summary.decision.choices) == 100.0
+    assert summary.default_us == time_of(default())
+
+
+def test_a_trial_of_which_nothing_was_heard_counts(repository: Repository) -> None:
+    """The worker died, or never said what it had rendered."""
+    silent = {variant: Outcome(status=Status.TIMEOUT, detail="no answer") for variant in outcomes()}
+    tune(request(), repository, evaluator=RecordedEvaluator(silent))
+    again = recorded()
+
+    summary = tune(request(), repository, evaluator=again).cells[0]
+
+    assert again.screened == []
+    assert summary.total == 12
+
+
+def test_candidates_are_made_and_limited_as_the_request_says(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[object] = []
+
+    class Isolated(RecordedEvaluator):
+        def __init__(self, device: Device, *, binder: str, limits: TimeLimits) -> None:
+            super().__init__(outcomes())
+            made.extend([device, binder, limits])
+
+        def __enter__(self) -> RecordedEvaluator:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            made.append("closed")
+
+    monkeypatch.setattr(tuner, "IsolatedEvaluator", Isolated)
+    limits = TimeLimits(screen_s=1.0)
+
+    tune(dataclasses.replace(request(trials=1), binder="tests:binder", limits=limits), repository)
+
+    assert made == [CPU, "tests:binder", limits, "closed"]
 
 
 class _Pool:
@@ -332,7 +355,8 @@ class _Pool:
             future.set_result(CompileOutcome(status=Status.COMPILE, detail="PassManager::run failed"))
         else:
             resources = Resources(shared_bytes=32768, registers=128)
-            future.set_result(CompileOutcome(status=Status.CORRECT, resources=resources, source_digest="aa"))
+            digest = current_digest(make_cell(mask=Mask.FULL), variant)
+            future.set_result(CompileOutcome(status=Status.CORRECT, resources=resources, source_digest=digest))
         return future
 
     def prepare(self, cases: Iterable[Case], variant: Variant, device: Device) -> Callable[[], None]:
@@ -346,10 +370,10 @@ def test_what_does_not_compile_reaches_no_device(repository: Repository, monkeyp
     monkeypatch.setattr(tuner, "CompilePool", lambda _: pool)
     monkeypatch.setattr(tuner, "environment", lambda d: dataclasses.replace(environment(d), triton="3.6"))
     variants = catalog.search_space(cell, device, Family.TRITON).variants()
-    evaluator = RecordedEvaluator({variant: _good(variant, 100.0) for variant in variants})
-    request = TuneRequest(cells=(cell,), device=device, trials=24, seed=0, vendors=False, families=(Family.TRITON,))
+    evaluator = RecordedEvaluator({variant: good(variant, 100.0, cell) for variant in variants})
+    wanted = TuneRequest(cells=(cell,), device=device, trials=24, seed=0, vendors=False, families=(Family.TRITON,))
 
-    summary = tune(request, repository, evaluator=evaluator)
+    summary = tune(wanted, repository, evaluator=evaluator)
 
     loads = {(variant.structure["loads"], variant.structure["row_sum"]) for variant in evaluator.screened}
     assert loads == {("pointer", "each_block")}
