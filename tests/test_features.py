@@ -511,7 +511,7 @@ def test_explain_knows_the_features() -> None:
 
     explained = autoflash.explain(q, k, v, window=(7, 3), softcap=2.0, dropout_p=0.1, vendor="never")
 
-    assert [str(one.cell).split("/")[3] for one in explained.passes] == ["full+softcap+window+dropout"] * 2
+    assert ["/full+softcap+window+dropout/" in str(one.cell) for one in explained.passes] == [True, True]
 
 
 def test_warmup_of_featured_calls_prepares_them_and_leaves_the_generator_alone() -> None:
