@@ -43,7 +43,7 @@ class InterpretedKernel:
                     if layout is None
                     else TensorDescriptor(tensor, list(layout.shape), list(layout.strides), list(argument.block))
                 )
-            # Rows without a key take the logarithm of 0, and a hyperbolic tangent the exponential of much: both know it.
+            # Rows without a key take the logarithm of 0, a hyperbolic tangent the exponential of much: both know it.
             with np.errstate(divide="ignore", over="ignore"):
                 self._function[(programs,)](**arguments, **scalars, **constants)
 

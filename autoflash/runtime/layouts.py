@@ -8,14 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autoflash.problem import DType
-from autoflash.runtime.launch import Layout
+from autoflash.problem import DType, MaskTensor, Problem
+from autoflash.runtime.launch import Constant, Layout, Number, NumberArgument
 
 TORCH_TYPES = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
 """What torch calls the element types."""
 
 ALIGNMENT_BYTES = 16
 """What vector loads and tensor maps want of addresses and strides."""
+
+UNBOUNDED = 2**30
+"""Reach of a window that is open to a side: more keys than there are, and int32 holds it beside a position."""
+
+_MASK_TYPES = {torch.bool: "u8", **{torch_type: dtype.value for dtype, torch_type in TORCH_TYPES.items()}}
+_MASK_BYTES = {"u8": 1, **{dtype.value: dtype.itemsize for dtype in DType}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +58,73 @@ class Operand:
     def kernel_strides(self) -> tuple[int, ...]:
         """The strides as a kernel is given them: 0 where there is one element, whatever torch says."""
         return tuple(0 if size == 1 else stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskOperand:
+    """A mask tensor [B, H, M, N] of a call as far as its kernels look at it.
+
+    Attributes:
+        dtype: As kernels name it; they read a boolean mask as bytes.
+        strides: In elements, 0 where there is one element.
+        is_aligned: The address and the strides but the last are multiples of 16 bytes.
+    """
+
+    dtype: str
+    strides: tuple[int, ...]
+    is_aligned: bool
+
+    @classmethod
+    def of(cls, mask: Tensor) -> MaskOperand:
+        """Look at a mask."""
+        strides = Operand.of(mask).kernel_strides()
+        places = (mask.data_ptr(), *(stride * mask.element_size() for stride in strides[:3]))
+        return cls(
+            dtype=_MASK_TYPES[mask.dtype],
+            strides=strides,
+            is_aligned=all(place % ALIGNMENT_BYTES == 0 for place in places),
+        )
+
+    @classmethod
+    def usual(cls, problem: Problem) -> MaskOperand | None:
+        """What is compiled for where no mask is at hand: contiguous, of the problem's type if it is added."""
+        if problem.mask_tensor is MaskTensor.NONE:
+            return None
+        is_bool = problem.mask_tensor is MaskTensor.BOOL
+        shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+        return cls.of(torch.empty(shape, dtype=torch.bool if is_bool else TORCH_TYPES[problem.dtype], device="meta"))
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether queries have rows of their own; else one row serves them all."""
+        return self.strides[2] != 0
+
+    def constants(self) -> dict[str, Constant]:
+        """What kernels are compiled with."""
+        return {"MASK_HAS_ROWS": self.has_rows} | ({"stride_mask_n": 1} if self.strides[3] == 1 else {})
+
+    def numbers(self) -> dict[NumberArgument, Number]:
+        """The strides that kernels are given at launch, in the order of their parameters."""
+        multiple_of = ALIGNMENT_BYTES // _MASK_BYTES[self.dtype] if self.is_aligned else 1
+        arguments = [
+            NumberArgument(name=f"stride_mask_{dim}", type="i64", multiple_of=1 if dim == "n" else multiple_of)
+            for dim in "bhmn"
+        ]
+        given = zip(arguments, self.strides, strict=True)
+        return {argument: stride for argument, stride in given if argument.name not in self.constants()}
+
+
+def reach(problem: Problem) -> tuple[int, int]:
+    """How many keys a query sees to the left and right of its position, in the window form."""
+    left, right = (
+        UNBOUNDED if bound is None else min(bound, UNBOUNDED) for bound in (problem.window_left, problem.window_right)
+    )
+    return left, 0 if problem.causal else right
+
+
+def slots(rows: int, sequences: int, block: int) -> int:
+    """How many tiles the grid has room for where sequences are packed: see ``templates/triton/_sequences.py.j2``."""
+    return rows // block + sequences + 1
 
 
 def block_dim(head_dim: int, least: int = 16) -> int:

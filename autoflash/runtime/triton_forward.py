@@ -9,18 +9,21 @@ import torch
 from torch import Tensor
 
 from autoflash.device import Device
-from autoflash.errors import NoKernelError
-from autoflash.problem import Form, Problem
-from autoflash.runtime import launch
+from autoflash.errors import InvalidProblemError, NoKernelError
+from autoflash.problem import Alignment, Form, MaskTensor, Problem
+from autoflash.runtime import dropout, launch
 from autoflash.runtime.compiled import CompiledExecutable
 from autoflash.runtime.executable import NO_EXTRAS, Extras, ForwardCall
 from autoflash.runtime.launch import KernelPlan, Launch, Layout, Number, NumberArgument, TensorArgument
 from autoflash.runtime.layouts import (
     ALIGNMENT_BYTES,
     TORCH_TYPES,
+    MaskOperand,
     Operand,
     block_dim,
     descriptor_layout,
+    reach,
+    slots,
     strides_in_order_of,
 )
 from autoflash.runtime.trivial import empty_forward
@@ -28,72 +31,134 @@ from autoflash.variant import Variant
 
 _LOG2_E = math.log2(math.e)
 _TENSORS = ("q", "k", "v", "out")
-_ROW_NAMES = ("m", "n", "n", "m")
 
 _Operands = tuple[Operand, Operand, Operand, Operand]
 
 
-def forward_plan(problem: Problem, variant: Variant, *, dense: bool = True, scale_sign: int = 1) -> KernelPlan:
+def forward_plan(
+    problem: Problem,
+    variant: Variant,
+    *,
+    dense: bool = True,
+    scale_sign: int = 1,
+    mask: MaskOperand | None = None,
+) -> KernelPlan:
     """The compiled form that a forward call needs.
 
     Args:
-        problem: Its type, head dims and divisibility count; no other size does.
+        problem: Its form, type, head dims and divisibility count; no other size does.
         variant: Of the Triton family.
-        dense: Every tensor has a last stride of 1, and its address and other strides are multiples of 16 bytes.
+        dense: Every tensor but the mask has a last stride of 1, and its address and other strides are multiples of 16
+            bytes.
         scale_sign: -1, 0 or 1.
+        mask: How the mask tensor lies, where the problem has one; None is the usual way.
     """
-    structure, config = variant.structure, variant.config
-    block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
-    block_d, block_dv = block_dim(problem.head_dim), block_dim(problem.head_dim_v)
+    mask = MaskOperand.usual(problem) if mask is None else mask
+    constants = _constants(problem, variant, scale_sign)
     dtype = problem.dtype.value
+    if variant.structure.text("loads") == "tma":
+        rows = [constants["BLOCK_M"], constants["BLOCK_N"], constants["BLOCK_N"], constants["BLOCK_M"]]
+        columns = [constants["BLOCK_D"], constants["BLOCK_D"], constants["BLOCK_DV"], constants["BLOCK_DV"]]
+        tensors = [
+            TensorArgument(name=f"{name}_desc", dtype=dtype, block=(1, 1, int(row), int(column)))
+            for name, row, column in zip(_TENSORS, rows, columns, strict=True)
+        ]
+        strides = []
+    else:
+        tensors = [TensorArgument(name=f"{name}_ptr", dtype=dtype, aligned=dense) for name in _TENSORS]
+        dims = ("h",) if problem.is_varlen else ("b", "h")
+        names = [
+            [f"stride_{name[0]}{dim}" for dim in (*dims, row, "d")] for name, row in zip(_TENSORS, "mnnm", strict=True)
+        ]
+        strides = [
+            stride for of_tensor in names for stride in _strides(of_tensor, problem.dtype.itemsize, dense, constants)
+        ]
+    tensors.append(TensorArgument(name="lse_ptr", dtype="fp32", aligned=False))
+    if variant.structure.text("loop_order") == "key_outer":
+        tensors += [TensorArgument(name=f"{name}_ptr", dtype="fp32", aligned=False) for name in ("m", "l", "acc")]
+    if mask is not None:
+        tensors.append(TensorArgument(name="mask_ptr", dtype=mask.dtype, aligned=mask.is_aligned))
+        strides += mask.numbers()
+        constants |= mask.constants()
+    if problem.dropout_p:
+        tensors.append(TensorArgument(name="rng_ptr", dtype="i64", aligned=False))
+    if problem.is_varlen:
+        tensors += [TensorArgument(name=name, dtype="i32", aligned=False) for name in ("cu_q_ptr", "cu_k_ptr")]
+    return KernelPlan(
+        function="forward",
+        tensors=tuple(tensors),
+        numbers=(*strides, *_numbers(problem, scale=1.0)),
+        constants=tuple(sorted(constants.items())),
+        num_warps=variant.config.number("num_warps"),
+        num_stages=variant.config.number("num_stages"),
+    )
+
+
+def _constants(problem: Problem, variant: Variant, scale_sign: int) -> dict[str, launch.Constant]:
+    block_m, block_n = variant.config.number("BLOCK_M"), variant.config.number("BLOCK_N")
+    even_m = not problem.is_varlen and problem.seqlen_q % block_m == 0
+    even_n = not problem.is_varlen and problem.seqlen_k % block_n == 0
     constants: dict[str, launch.Constant] = {
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
-        "BLOCK_D": block_d,
-        "BLOCK_DV": block_dv,
-        "EVEN_M": problem.seqlen_q % block_m == 0,
-        "EVEN_N": problem.seqlen_k % block_n == 0,
-        "HAS_MASK": problem.causal or problem.seqlen_k % block_n != 0,
+        "BLOCK_D": block_dim(problem.head_dim),
+        "BLOCK_DV": block_dim(problem.head_dim_v),
+        "EVEN_M": even_m,
+        "EVEN_N": even_n,
+        "HAS_MASK": problem.causal or problem.has_window or not even_n,
         "SCALE_SIGN": scale_sign,
         "PRECISION": "tf32" if problem.tf32 else "ieee",
     }
-    numbers: list[NumberArgument] = []
-    if structure.text("loads") == "tma":
-        shapes = ((block_m, block_d), (block_n, block_d), (block_n, block_dv), (block_m, block_dv))
-        tensors = [
-            TensorArgument(name=f"{name}_desc", dtype=dtype, block=(1, 1, *shape))
-            for name, shape in zip(_TENSORS, shapes, strict=True)
-        ]
+    if problem.is_varlen:
+        constants["BOTTOM_RIGHT"] = problem.alignment is Alignment.BOTTOM_RIGHT
+    return constants
+
+
+def _strides(
+    names: list[str], itemsize: int, dense: bool, constants: dict[str, launch.Constant]
+) -> list[NumberArgument]:
+    """The strides of a tensor that are given at launch; a last one of 1 becomes a constant."""
+    if dense:
+        constants[names.pop()] = 1
+    multiple_of = ALIGNMENT_BYTES // itemsize if dense else 1
+    return [NumberArgument(name=name, type="i64", multiple_of=multiple_of) for name in names]
+
+
+def _numbers(problem: Problem, scale: float) -> dict[NumberArgument, Number]:
+    """The numbers behind the strides, in the order of the kernel's parameters."""
+    integers = {"n_heads": problem.heads, "group": problem.group}
+    behind: dict[NumberArgument, Number] = {}
+    # The sign of the scale has gone into the queries, and a scale of 0 whole.
+    if problem.softcap:
+        floats = {"cap_steepness": abs(scale) / problem.softcap, "cap_height": problem.softcap * _LOG2_E}
     else:
-        tensors = [TensorArgument(name=f"{name}_ptr", dtype=dtype, aligned=dense) for name in _TENSORS]
-        multiple_of = ALIGNMENT_BYTES // problem.dtype.itemsize if dense else 1
-        for name, row in zip(_TENSORS, _ROW_NAMES, strict=True):
-            strides = [f"stride_{name[0]}{dim}" for dim in ("b", "h", row, "d")]
-            if dense:
-                constants[strides.pop()] = 1
-            numbers += [NumberArgument(name=stride, type="i64", multiple_of=multiple_of) for stride in strides]
-    tensors.append(TensorArgument(name="lse_ptr", dtype="fp32", aligned=False))
-    if structure.text("loop_order") == "key_outer":
-        tensors += [TensorArgument(name=f"{name}_ptr", dtype="fp32", aligned=False) for name in ("m", "l", "acc")]
-    numbers.append(NumberArgument(name="scale_log2", type="fp32"))
-    numbers += [NumberArgument(name=name) for name in ("n_heads", "group", "n_q", "n_kv", "diagonal")]
-    return KernelPlan(
-        function="forward",
-        tensors=tuple(tensors),
-        numbers=tuple(numbers),
-        constants=tuple(sorted(constants.items())),
-        num_warps=config.number("num_warps"),
-        num_stages=config.number("num_stages"),
-    )
+        floats = {"scale_log2": abs(scale) * _LOG2_E if scale else 1.0}
+    if problem.is_varlen:
+        integers |= {"n_rows": problem.rows_q, "n_sequences": problem.batch}
+    else:
+        integers |= {"n_q": problem.seqlen_q, "n_kv": problem.seqlen_k, "diagonal": problem.diagonal}
+    if problem.has_window:
+        left, right = reach(problem)
+        integers |= {"window_left": left, "window_right": right}
+    if problem.dropout_p:
+        behind = {
+            NumberArgument(name="dropout_threshold", type="i64"): dropout.threshold(problem.dropout_p),
+            NumberArgument(name="keep_scale", type="fp32"): dropout.keep_scale(problem.dropout_p),
+        }
+    return {
+        **{NumberArgument(name=name, type="fp32"): number for name, number in floats.items()},
+        **{NumberArgument(name=name): number for name, number in integers.items()},
+        **behind,
+    }
 
 
 class TritonForward(CompiledExecutable):
     """Executable of the forward templates of the Triton family.
 
     Each prepared call is bound to one of a few compiled forms, chosen from the tensors: ``dense`` or ``strided``,
-    rows and keys that fill their blocks or do not, and the sign of the scale.
+    rows and keys that fill their blocks or do not, how a mask lies, and the sign of the scale.
     """
 
     def __init__(self, form: Form, variant: Variant, device: Device) -> None:
@@ -127,12 +192,17 @@ class TritonForward(CompiledExecutable):
                 return f"loads=tma needs every element of {name} at its own address, a stride is 0"
         return None
 
-    def is_loaded(self, problem: Problem, *tensors: Tensor) -> bool:
-        """Whether a prepared call with a positive scale would compile and load nothing."""
+    def is_loaded(self, problem: Problem, *tensors: Tensor, extras: Extras = NO_EXTRAS) -> bool:
+        """Whether a prepared call with a positive scale would compile and load nothing.
+
+        That depends on how a mask lies: of a problem with one that is not given, nothing is known to be loaded.
+        """
         if problem.is_empty:
             return True
+        if problem.mask_tensor is not MaskTensor.NONE and extras.mask is None:
+            return False
         operands = self._operands(problem, tensors)
-        return self._plan(problem, operands, scale_sign=1) in self._kernels
+        return self._plan(problem, operands, _mask_of(problem, extras), scale_sign=1) in self._kernels
 
     def prepare_forward(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras = NO_EXTRAS
@@ -141,6 +211,7 @@ class TritonForward(CompiledExecutable):
 
         Raises:
             NoKernelError: where :meth:`why_not` has something to say.
+            InvalidProblemError: where a tensor is missing that the problem asks for.
         """
         reason = self.why_not(problem, q, k, v)
         if reason is not None:
@@ -148,14 +219,15 @@ class TritonForward(CompiledExecutable):
         operands = self._operands(problem, (q, k, v))
         if problem.is_empty:
             return empty_forward(operands[3])
-        return self._prepare(problem, operands, scale)
+        return self._prepare(problem, operands, _mask_of(problem, extras), scale)
 
-    def _prepare(self, problem: Problem, operands: _Operands, scale: float) -> ForwardCall:
-        run = self._bind(problem, operands, scale)
+    def _prepare(self, problem: Problem, operands: _Operands, mask: MaskOperand | None, scale: float) -> ForwardCall:
+        run = self._bind(problem, operands, mask, scale)
         planned = operands[3]
         shape, strides, dtype = planned.shape, planned.strides, TORCH_TYPES[problem.dtype]
         is_like_q = (shape, strides) == (operands[0].shape, operands[0].strides)
         needs_state = self._is_key_outer
+        wanted = _wanted_extras(problem)
         others: dict[Operand, ForwardCall] = {}
 
         def call(
@@ -174,57 +246,96 @@ class TritonForward(CompiledExecutable):
                     else torch.empty_strided(shape, strides, dtype=dtype, device=q.device)
                 )
             elif Operand.of(out) != planned:
-                return call_into(out, q, k, v, lse)
+                return call_into(out, q, k, v, lse, extras)
             if lse is None:
                 lse = torch.empty(shape[:3], dtype=torch.float32, device=q.device)
             elif not lse.is_contiguous():
-                return out, lse.copy_(call(q, k, v, out)[1])
+                return out, lse.copy_(call(q, k, v, out, None, extras)[1])
             if needs_state:
                 run(q, k, v, out, lse, torch.empty_like(lse), torch.empty_like(lse), lse.new_empty(shape))
+            elif wanted:
+                run(q, k, v, out, lse, *_given(extras, wanted))
             else:
                 run(q, k, v, out, lse)
             return out, lse
 
-        def call_into(out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+        def call_into(
+            out: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None, extras: Extras
+        ) -> tuple[Tensor, Tensor]:
             given = Operand.of(out)
             if self._uses_tma and not given.is_dense:
-                made, lse = call(q, k, v, None, lse)
+                made, lse = call(q, k, v, None, lse, extras)
                 return out.copy_(made), lse
             if given not in others:
-                others[given] = self._prepare(problem, (*operands[:3], given), scale)
-            return others[given](q, k, v, out, lse)
+                others[given] = self._prepare(problem, (*operands[:3], given), mask, scale)
+            return others[given](q, k, v, out, lse, extras)
 
         return call
 
-    def _bind(self, problem: Problem, operands: _Operands, scale: float) -> Launch:
-        scale_sign = -1 if scale < 0 else 0 if scale == 0 else 1
-        plan = self._plan(problem, operands, scale_sign)
+    def _bind(self, problem: Problem, operands: _Operands, mask: MaskOperand | None, scale: float) -> Launch:
+        plan = self._plan(problem, operands, mask, scale_sign=-1 if scale < 0 else 0 if scale == 0 else 1)
         layouts: list[Layout | None] = [None] * len(plan.tensors)
         numbers: list[Number] = []
         for index, operand in enumerate(operands):
             if self._uses_tma:
                 layouts[index] = descriptor_layout(operand.shape, operand.strides, problem.dtype.itemsize)
             else:
-                numbers += operand.kernel_strides()[: 3 if _are_dense(operands) else 4]
-        # A scale of 0 has gone into the queries whole.
-        numbers.append(abs(scale) * _LOG2_E if scale_sign else 1.0)
-        numbers += [problem.heads, problem.group, problem.seqlen_q, problem.seqlen_k, problem.diagonal]
-        return self._kernel(plan).bind(layouts, numbers, self._programs(problem))
+                first, last = 1 if problem.is_varlen else 0, 3 if _are_dense(operands) else 4
+                numbers += operand.kernel_strides()[first:last]
+        if mask is not None:
+            numbers += mask.numbers().values()
+        return self._kernel(plan).bind(layouts, [*numbers, *_numbers(problem, scale).values()], self._programs(problem))
 
-    def _plan(self, problem: Problem, operands: _Operands, scale_sign: int) -> KernelPlan:
-        return forward_plan(problem, self._variant, dense=_are_dense(operands), scale_sign=scale_sign)
+    def _plan(self, problem: Problem, operands: _Operands, mask: MaskOperand | None, scale_sign: int) -> KernelPlan:
+        return forward_plan(problem, self._variant, dense=_are_dense(operands), scale_sign=scale_sign, mask=mask)
 
     def _operands(self, problem: Problem, tensors: Sequence[Tensor]) -> _Operands:
         """Of q, k, v as they lie, and of the output that would be allocated."""
         q, k, v = tensors[:3]
-        shape = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim_v)
+        shape = (problem.tensor_batch, problem.heads, problem.rows_q, problem.head_dim_v)
         out = Operand.planned(shape, strides_in_order_of(shape, q), problem.dtype.itemsize)
         return Operand.of(q), Operand.of(k), Operand.of(v), out
 
     def _programs(self, problem: Problem) -> int:
-        heads = problem.batch * problem.heads
-        return heads if self._is_key_outer else heads * -(-problem.seqlen_q // self._block_m)
+        if self._is_key_outer:
+            return problem.batch * problem.heads
+        if problem.is_varlen:
+            return problem.heads * slots(problem.rows_q, problem.batch, self._block_m)
+        return problem.batch * problem.heads * -(-problem.seqlen_q // self._block_m)
 
 
 def _are_dense(operands: _Operands) -> bool:
     return all(operand.is_dense for operand in operands)
+
+
+def _mask_of(problem: Problem, extras: Extras) -> MaskOperand | None:
+    """How the mask lies, if there is one.
+
+    Raises:
+        InvalidProblemError: where an extra is missing that the problem asks for.
+    """
+    _given(extras, _wanted_extras(problem))
+    return None if problem.mask_tensor is MaskTensor.NONE or extras.mask is None else MaskOperand.of(extras.mask)
+
+
+def _wanted_extras(problem: Problem) -> tuple[str, ...]:
+    """Which extras the kernel takes, in the order of its parameters."""
+    mask = () if problem.mask_tensor is MaskTensor.NONE else ("mask",)
+    rng = ("rng",) if problem.dropout_p else ()
+    offsets = ("cu_seqlens_q", "cu_seqlens_k") if problem.is_varlen else ()
+    return (*mask, *rng, *offsets)
+
+
+def _given(extras: Extras, names: Sequence[str]) -> list[Tensor]:
+    """The extras of these names; a boolean mask as bytes.
+
+    Raises:
+        InvalidProblemError: where one is missing.
+    """
+    tensors: list[Tensor] = []
+    for name in names:
+        tensor: Tensor | None = getattr(extras, name)
+        if tensor is None:
+            raise InvalidProblemError(f"the problem asks for {name}, which the call does not give")
+        tensors.append(tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor)
+    return tensors
