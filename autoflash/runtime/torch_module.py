@@ -1,23 +1,39 @@
-"""Executable of the tiled torch family: it runs wherever torch does, and has no preconditions."""
+"""Executable of the tiled torch family: it runs wherever torch does, and has no preconditions.
+
+It never waits for a GPU, but for one thing: the host reads where packed sequences begin, once for each call, so that a
+call on packed sequences of a GPU contains one synchronisation and cannot be captured in a CUDA graph.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autoflash.codegen.render import render
 from autoflash.device import Device
-from autoflash.errors import UnsupportedError
-from autoflash.problem import Form, Problem
+from autoflash.errors import InvalidProblemError, UnsupportedError
+from autoflash.problem import Alignment, Feature, Form, Problem
+from autoflash.runtime import dropout
 from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
 from autoflash.runtime.layouts import strides_in_order_of
 from autoflash.runtime.load import load
 from autoflash.trial import Resources
 from autoflash.variant import Variant
+
+UNBOUNDED = 2**30
+"""Reach of a window that is open to a side: more keys than there are."""
+
+_EXTRAS = {
+    Feature.VARLEN: ("cu_seqlens_q", "cu_seqlens_k"),
+    Feature.FLOAT_MASK: ("mask",),
+    Feature.BOOL_MASK: ("mask",),
+    Feature.DROPOUT: ("rng",),
+}
 
 
 class TorchTiled:
@@ -35,6 +51,7 @@ class TorchTiled:
         self._source = render(form, variant.family, variant.structure)
         self._is_loaded = False
         self._tiles = {name: variant.config.number(name) for name in ("block_m", "block_n", "heads_per_step")}
+        self._extras = tuple(name for feature in form.features for name in _EXTRAS.get(feature, ()))
 
     @property
     def variant(self) -> Variant:
@@ -57,8 +74,8 @@ class TorchTiled:
         return None if form == self._form else f"this kernel computes {self._form}, the problem is {form}"
 
     def is_loaded(self, problem: Problem, *tensors: Tensor) -> bool:
-        """Whether the module was imported."""
-        return self._is_loaded
+        """Whether the module was imported and a graph can hold the call: not one that reads lengths from a GPU."""
+        return self._is_loaded and not (problem.is_varlen and any(tensor.is_cuda for tensor in tensors))
 
     def resources(self) -> Resources | None:
         """None: nothing is compiled."""
@@ -67,12 +84,13 @@ class TorchTiled:
     def prepare_forward(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras = NO_EXTRAS
     ) -> ForwardCall:
-        """Bind the tiles, the scale and the diagonal.
+        """Bind the tiles, the scale and the other numbers of the problem.
 
         Raises:
             UnsupportedError: if :meth:`why_not` refuses.
+            InvalidProblemError: if ``extras`` lacks a tensor that the problem has.
         """
-        self._refuse(problem)
+        self._refuse(problem, extras)
         compute = self._bound(self._module().forward, problem, scale)
         out_shape = (*q.shape[:3], v.shape[3])
         out_strides = strides_in_order_of(out_shape, q)
@@ -90,7 +108,7 @@ class TorchTiled:
             if lse is None:
                 lse = q.new_empty(out_shape[:3], dtype=torch.float32)
             with torch.no_grad():
-                compute(q, k, v, out, lse)
+                compute(q, k, v, out, lse, **self._given(extras))
             return out, lse
 
         return call
@@ -110,8 +128,9 @@ class TorchTiled:
 
         Raises:
             UnsupportedError: if :meth:`why_not` refuses.
+            InvalidProblemError: if ``extras`` lacks a tensor that the problem has.
         """
-        self._refuse(problem)
+        self._refuse(problem, extras)
         compute = self._bound(self._module().backward, problem, scale)
         layouts = [(tuple(tensor.shape), strides_in_order_of(tensor.shape, tensor)) for tensor in (q, k, v)]
 
@@ -133,7 +152,7 @@ class TorchTiled:
                 for given, layout in zip((dq, dk, dv), layouts, strict=True)
             )
             with torch.no_grad():
-                compute(q, k, v, out, lse, dout, dlse, dq, dk, dv)
+                compute(q, k, v, out, lse, dout, dlse, dq, dk, dv, **self._given(extras))
             return dq, dk, dv
 
         return call
@@ -143,10 +162,42 @@ class TorchTiled:
         self._is_loaded = True
         return module
 
-    def _refuse(self, problem: Problem) -> None:
+    def _refuse(self, problem: Problem, extras: Extras) -> None:
         reason = self.why_not(problem)
         if reason is not None:
             raise UnsupportedError(reason)
+        missing = [name for name in self._extras if getattr(extras, name) is None]
+        if missing:
+            raise InvalidProblemError(f"{self._form} needs {' and '.join(missing)}")
+
+    def _given(self, extras: Extras) -> dict[str, Tensor]:
+        """The tensors that the rendered function takes for the form's features, by the names of its parameters."""
+        return {name: getattr(extras, name) for name in self._extras}
 
     def _bound(self, function: Callable[..., None], problem: Problem, scale: float) -> Callable[..., None]:
-        return functools.partial(function, scale=scale, diagonal=problem.diagonal, **self._tiles)
+        return functools.partial(function, scale=scale, **_numbers(problem), **self._tiles)
+
+
+def _numbers(problem: Problem) -> dict[str, Any]:
+    """What the rendered function is told of a problem, by the names of its parameters."""
+    numbers: dict[str, Any] = {}
+    if problem.is_varlen:
+        numbers["is_top_left"] = problem.alignment is Alignment.TOP_LEFT
+    else:
+        numbers["diagonal"] = problem.diagonal
+    if problem.softcap:
+        numbers["softcap"] = problem.softcap
+    if problem.has_window:
+        numbers["window"] = _reach(problem)
+    if problem.dropout_p:
+        numbers["threshold"] = dropout.threshold(problem.dropout_p)
+        numbers["keep_scale"] = dropout.keep_scale(problem.dropout_p)
+    return numbers
+
+
+def _reach(problem: Problem) -> tuple[int, int]:
+    """How many keys a query sees to the left and right of where it stands; a causal mask shows it none to the right."""
+    left, right = (
+        UNBOUNDED if bound is None else min(bound, UNBOUNDED) for bound in (problem.window_left, problem.window_right)
+    )
+    return left, 0 if problem.causal else right

@@ -1,4 +1,7 @@
-"""The answer where there is nothing to launch: no query, or no key that one could see."""
+"""The answer where there is nothing to launch: no query, or no key that one could see.
+
+Packed or not, a tensor without rows makes it so: the other one's rows get zeros, wherever its sequences lie.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,7 @@ def empty_backward(
     dq: Tensor | None = None,
     dk: Tensor | None = None,
     dv: Tensor | None = None,
+    extras: Extras = NO_EXTRAS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of zero."""
     dq, dk, dv = (
