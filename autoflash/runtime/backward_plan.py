@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoflash.problem import Problem
+from autoflash.runtime import backward_features
 from autoflash.runtime.launch import Constant, KernelPlan, Layout, Number, NumberArgument, TensorArgument
 from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, block_dim, descriptor_layout
 from autoflash.variant import Variant
 
 TENSORS = ("q", "k", "v", "out", "lse", "dout", "dlse", "log2_sum", "delta", "acc", "dq", "dk", "dv")
+TENSORS += ("mask", "rng", "cu_q", "cu_k")
 """Every tensor of a backward call; a step names those that it takes by their position here."""
-
-_LOG2_E = math.log2(math.e)
 
 # The kernels before and after move memory: a tile of 8192 elements keeps 4 warps busy and few registers.
 _STREAM_ELEMENTS = 8192
@@ -50,20 +49,28 @@ class _Use:
 
 
 def padded_rows(problem: Problem, variant: Variant) -> int:
-    """Rows of the workspaces log2_sum and delta for each head: whole tiles of every kernel."""
-    rows = [_stream_rows(problem), *(variant.config.number(name) for name in _row_knobs(variant))]
-    return -(-problem.seqlen_q // max(rows)) * max(rows)
+    """Rows of the workspaces log2_sum and delta for each head: whole tiles of every kernel.
+
+    Of packed sequences, each has whole tiles of its own, at a place that is known without looking at the others.
+    """
+    rows = _padding(problem, variant)
+    return _slots(problem, problem.rows_q, rows) * rows
 
 
 def backward_steps(
-    problem: Problem, variant: Variant, operands: Mapping[str, Operand], scale: float, *, has_dlse: bool
+    problem: Problem,
+    variant: Variant,
+    operands: Mapping[str, Operand],
+    scale: float,
+    *,
+    has_dlse: bool,
 ) -> tuple[Step, ...]:
     """The kernels of a backward call in launch order.
 
     Args:
         problem: With at least one query and one key.
         variant: Of the Triton family, backward.
-        operands: How q, k, v, out, dout, dq, dk and dv lie in memory.
+        operands: How q, k, v, out, dout, dq, dk, dv and, if the problem has one, the mask lie in memory.
         scale: Factor of the scores.
         has_dlse: LSE was used, and its gradient is given.
     """
@@ -90,10 +97,26 @@ def _stream_rows(problem: Problem) -> int:
     return min(128, _STREAM_ELEMENTS // widest)
 
 
+def _padding(problem: Problem, variant: Variant) -> int:
+    """Rows of the largest tile of queries of any kernel; all are powers of two."""
+    return max(_stream_rows(problem), *(variant.config.number(name) for name in _row_knobs(variant)))
+
+
+def _slots(problem: Problem, length: int, rows: int) -> int:
+    """Tiles of a head; of packed sequences, each may begin and end within a tile, and so do the rows behind them."""
+    return length // rows + problem.batch + 1 if problem.is_varlen else -(-length // rows)
+
+
 class _Planner:
     """The facts that the steps of one call share."""
 
-    def __init__(self, problem: Problem, variant: Variant, operands: Mapping[str, Operand], scale: float) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        variant: Variant,
+        operands: Mapping[str, Operand],
+        scale: float,
+    ) -> None:
         self._problem = problem
         self._structure = variant.structure
         self._config = variant.config
@@ -108,10 +131,15 @@ class _Planner:
             "BLOCK_D": block_dim(problem.head_dim),
             "BLOCK_DV": block_dim(problem.head_dim_v),
         }
-        even_m = all(problem.seqlen_q % self._config.number(name) == 0 for name in _row_knobs(variant))
-        even_n = all(problem.seqlen_k % self._config.number(name) == 0 for name in _key_knobs(variant))
+        padding = _padding(problem, variant)
+        self._features = backward_features.feature_arguments(problem, scale, operands.get("mask"), padding)
+        self._packing = backward_features.packed_arguments(problem, padding)
+        fills = not problem.is_varlen
+        even_m = fills and all(problem.seqlen_q % self._config.number(name) == 0 for name in _row_knobs(variant))
+        even_n = fills and all(problem.seqlen_k % self._config.number(name) == 0 for name in _key_knobs(variant))
         self._shared_constants: dict[str, Constant] = {
             **self._widths,
+            **dict(self._features.constants),
             "GROUP": problem.group,
             "EVEN_M": even_m,
             "EVEN_N": even_n,
@@ -120,12 +148,13 @@ class _Planner:
         # What EVEN_* promise holds for the lengths themselves.
         self._shared_numbers: list[tuple[NumberArgument, Number]] = [
             (NumberArgument(name="scale", type="fp32"), scale),
-            (NumberArgument(name="log2_scale", type="fp32"), scale * _LOG2_E),
+            (NumberArgument(name="log2_scale", type="fp32"), backward_features.log2_scale(problem, scale)),
             (NumberArgument(name="kv_heads"), problem.kv_heads),
-            (NumberArgument(name="n_q", multiple_of=16 if even_m else 1), problem.seqlen_q),
-            (NumberArgument(name="n_kv", multiple_of=16 if even_n else 1), problem.seqlen_k),
+            (NumberArgument(name="n_q", multiple_of=16 if even_m else 1), problem.rows_q),
+            (NumberArgument(name="n_kv", multiple_of=16 if even_n else 1), problem.rows_k),
             (NumberArgument(name="padded_q", multiple_of=16), self._padded_q),
-            (NumberArgument(name="diagonal"), problem.diagonal),
+            (NumberArgument(name="diagonal"), backward_features.diagonal(problem)),
+            *self._features.numbers,
         ]
 
     def preprocess(self, has_dlse: bool) -> Step:
@@ -135,15 +164,17 @@ class _Planner:
         return self._step(
             "backward_preprocess",
             [_Use(tensor=name, parameter=f"{name}_ptr") for name in ("out", "dout", "lse", "dlse", "log2_sum", "delta")]
-            + ([_Use(tensor="acc", parameter="acc_ptr")] if self._is_key_outer else []),
+            + ([_Use(tensor="acc", parameter="acc_ptr")] if self._is_key_outer else [])
+            + [_Use(tensor=name, parameter=argument.name) for name, argument in self._packing.tensors],
             [
                 (NumberArgument(name="heads"), problem.heads),
-                (NumberArgument(name="n_q"), problem.seqlen_q),
+                (NumberArgument(name="n_q"), problem.rows_q),
                 (NumberArgument(name="padded_q", multiple_of=16), self._padded_q),
                 (NumberArgument(name="has_dlse"), int(has_dlse)),
+                *self._packing.numbers,
             ],
-            {name: self._widths[name] for name in names} | {"ROWS": self._stream_rows},
-            problem.batch * problem.heads * (self._padded_q // self._stream_rows),
+            {name: self._widths[name] for name in names} | {"ROWS": self._stream_rows} | dict(self._packing.constants),
+            problem.tensor_batch * problem.heads * (self._padded_q // self._stream_rows),
             _STREAM_WARPS,
             1,
         )
@@ -153,12 +184,13 @@ class _Planner:
         rows, block_n = self._config.number("BLOCK_M"), self._config.number("BLOCK_N")
         uses = [*self._inputs(rows, block_n), *self._key_outputs(block_n), *self._row_inputs()]
         uses += [_Use(tensor="acc", parameter="acc_ptr")] if self._is_key_outer else []
+        uses += self._feature_inputs()
         return self._step(
             "backward_keys",
             uses,
             self._shared_numbers,
             self._shared_constants | self._tile("") | {"STAGES": self._config.number("num_stages")},
-            self._problem.batch * self._problem.kv_heads * self._tiles(self._problem.seqlen_k, block_n),
+            self._problem.tensor_batch * self._problem.kv_heads * self._tiles(self._problem.rows_k, block_n),
             self._config.number("num_warps"),
             self._config.number("num_stages"),
         )
@@ -168,10 +200,10 @@ class _Planner:
         rows, block_n = self._config.number("BLOCK_M2"), self._config.number("BLOCK_N2")
         return self._step(
             "backward_queries",
-            [*self._inputs(rows, block_n), self._use("dq", rows), *self._row_inputs()],
+            [*self._inputs(rows, block_n), self._use("dq", rows), *self._row_inputs(), *self._feature_inputs()],
             self._shared_numbers,
             self._shared_constants | self._tile("2") | {"STAGES2": self._config.number("num_stages2")},
-            self._problem.batch * self._problem.heads * self._tiles(self._problem.seqlen_q, rows),
+            self._problem.tensor_batch * self._problem.heads * self._tiles(self._problem.rows_q, rows),
             self._config.number("num_warps2"),
             self._config.number("num_stages2"),
         )
@@ -183,17 +215,17 @@ class _Planner:
         rows2, block_n2 = config.number("BLOCK_M2"), config.number("BLOCK_N2")
         uses = self._inputs(rows, block_n) + self._key_outputs(block_n)
         uses += self._inputs(rows2, block_n2, "2") if self._uses_tma else []
-        tiles = self._tiles(problem.seqlen_k, block_n) + problem.group * self._tiles(problem.seqlen_q, rows2)
+        tiles = self._tiles(problem.rows_k, block_n) + problem.group * self._tiles(problem.rows_q, rows2)
         stages: dict[str, Constant] = {
             "STAGES": config.number("num_stages"),
             "STAGES2": config.number("num_stages2"),
         }
         return self._step(
             "backward_fused",
-            [*uses, self._use("dq", rows2), *self._row_inputs()],
-            [(NumberArgument(name="batches"), problem.batch), *self._shared_numbers],
+            [*uses, self._use("dq", rows2), *self._row_inputs(), *self._feature_inputs()],
+            [(NumberArgument(name="batches"), problem.tensor_batch), *self._shared_numbers],
             self._shared_constants | self._tile("") | self._tile("2") | stages,
-            problem.batch * problem.kv_heads * tiles,
+            problem.tensor_batch * problem.kv_heads * tiles,
             config.number("num_warps"),
             config.number("num_stages"),
         )
@@ -207,17 +239,16 @@ class _Planner:
             [
                 self._shared_numbers[0],
                 (NumberArgument(name="heads"), problem.heads),
-                (NumberArgument(name="n_q"), problem.seqlen_q),
+                (NumberArgument(name="n_q"), problem.rows_q),
             ],
             {"HEAD_DIM": self._widths["HEAD_DIM"], "BLOCK_D": self._widths["BLOCK_D"], "ROWS": self._stream_rows},
-            problem.batch * problem.heads * self._tiles(problem.seqlen_q, self._stream_rows),
+            problem.tensor_batch * problem.heads * -(-problem.rows_q // self._stream_rows),
             _STREAM_WARPS,
             1,
         )
 
-    @staticmethod
-    def _tiles(length: int, rows: int) -> int:
-        return -(-length // rows)
+    def _tiles(self, length: int, rows: int) -> int:
+        return _slots(self._problem, length, rows)
 
     def _tile(self, which: str) -> dict[str, Constant]:
         return {name + which: self._config.number(name + which) for name in ("BLOCK_M", "BLOCK_N")}
@@ -237,6 +268,9 @@ class _Planner:
     def _row_inputs(self) -> list[_Use]:
         return [_Use(tensor=name, parameter=f"{name}_ptr") for name in ("log2_sum", "delta")]
 
+    def _feature_inputs(self) -> list[_Use]:
+        return [_Use(tensor=name, parameter=argument.name) for name, argument in self._features.tensors]
+
     def _step(
         self,
         function: str,
@@ -252,7 +286,12 @@ class _Planner:
         strides: list[tuple[NumberArgument, Number]] = []
         tensors: list[TensorArgument] = []
         layouts: list[Layout | None] = []
+        given = dict(self._features.tensors)
         for use in uses:
+            if use.tensor in given:
+                tensors.append(given[use.tensor])
+                layouts.append(None)
+                continue
             operand = self._operands.get(use.tensor)
             if operand is None:
                 # LSE and its gradient may come from anywhere, the workspaces from torch's allocator.
@@ -275,11 +314,11 @@ class _Planner:
                     constants[name] = 1
                 else:
                     strides.append((NumberArgument(name=name, type="i64", multiple_of=multiple_of), stride))
-        given = [*strides, *numbers]
+        passed = [*strides, *numbers]
         plan = KernelPlan(
             function=function,
             tensors=tuple(tensors),
-            numbers=tuple(argument for argument, _ in given),
+            numbers=tuple(argument for argument, _ in passed),
             constants=tuple(sorted(constants.items())),
             num_warps=num_warps,
             num_stages=num_stages,
@@ -288,6 +327,6 @@ class _Planner:
             plan=plan,
             tensors=tuple(TENSORS.index(use.tensor) for use in uses),
             layouts=tuple(layouts),
-            numbers=tuple(value for _, value in given),
+            numbers=tuple(value for _, value in passed),
             programs=programs,
         )

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from autoflash.device import Device
 from autoflash.errors import NoKernelError
-from autoflash.problem import Form, Problem
+from autoflash.problem import Form, MaskTensor, Problem
 from autoflash.runtime import launch
+from autoflash.runtime.backward_features import MaskOperand, dense_masks, in_order, mask_operands
 from autoflash.runtime.backward_plan import Step, backward_steps, padded_rows
 from autoflash.runtime.compiled import CompiledExecutable
 from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras
@@ -27,6 +28,7 @@ _Launches = tuple[tuple[Launch, Callable[[tuple[Tensor | None, ...]], tuple[Tens
 def backward_plans(problem: Problem, variant: Variant) -> tuple[KernelPlan, ...]:
     """Every kernel that the regular dense specialisation of a problem launches, in order."""
     operands = {name: _contiguous(shape, problem) for name, shape in _shapes(problem).items()}
+    operands |= dense_masks(problem)
     return tuple(step.plan for step in backward_steps(problem, variant, operands, 1.0, has_dlse=False))
 
 
@@ -64,7 +66,7 @@ class TritonBackward(CompiledExecutable):
 
     def accumulator_shape(self, problem: Problem) -> tuple[int, ...] | None:
         """Of the float32 workspace that dQ is added up in; None where each dQ has one program."""
-        queries = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
+        queries = (problem.tensor_batch, problem.heads, problem.rows_q, problem.head_dim)
         return queries if self._is_key_outer else None
 
     def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
@@ -74,7 +76,7 @@ class TritonBackward(CompiledExecutable):
         if problem.is_empty:
             return None
         shapes = _shapes(problem)
-        planned = {name: _contiguous(shape, problem) for name, shape in shapes.items()}
+        planned = {name: _contiguous(shape, problem) for name, shape in shapes.items()} | dense_masks(problem)
         for step in self.steps(problem, planned, 1.0, has_dlse=False):
             if step.programs > launch.MAX_PROGRAMS:
                 return f"{step.programs} programs of {step.plan.function} are more than one launch has"
@@ -94,12 +96,20 @@ class TritonBackward(CompiledExecutable):
         return None
 
     def is_loaded(self, problem: Problem, *tensors: Tensor) -> bool:
-        """Whether a call with an output as a forward call makes it would compile and load nothing."""
+        """Whether a call with an output as a forward call makes it would compile and load nothing.
+
+        Where the problem has a mask, it is the fifth tensor: nothing is known of kernels for a mask that is not given.
+        """
         if problem.is_empty:
             return True
-        q, k, v, dout = tensors
+        q, k, v, dout, *masks = tensors
+        has_mask = problem.mask_tensor is not MaskTensor.NONE
+        if has_mask and not masks:
+            return False
         operands = self._operands(problem, q, k, v, dout)
         operands["out"] = _in_order_of(_shapes(problem)["out"], q, problem)
+        if has_mask:
+            operands["mask"] = MaskOperand.of(masks[0])
         steps = self.steps(problem, operands, 1.0, has_dlse=False)
         return all(step.plan in self._kernels for step in steps)
 
@@ -118,6 +128,7 @@ class TritonBackward(CompiledExecutable):
 
         Raises:
             NoKernelError: where :meth:`why_not` has something to say.
+            InvalidProblemError: if ``extras`` lacks a tensor that the problem has.
         """
         reason = self.why_not(problem, q, k, v, dout)
         if reason is not None:
@@ -126,7 +137,7 @@ class TritonBackward(CompiledExecutable):
             return empty_backward
         operands = self._operands(problem, q, k, v, dout)
         operands["out"] = Operand.of(out)
-        return _Call(self, problem, operands, scale)
+        return _Call(self, problem, operands | mask_operands(problem, extras), scale)
 
     def bind(self, problem: Problem, operands: Mapping[str, Operand], scale: float, *, has_dlse: bool) -> _Launches:
         """Loaded kernels in launch order, each with the choice of its tensors from those of a call."""
@@ -155,9 +166,11 @@ class _Call:
         self._problem = problem
         self._operands = operands
         self._scale = scale
+        self._has_mask = "mask" in operands
+        self._has_features = bool(problem.features)
         self._uses_descriptors = executable.uses_descriptors
         self._dtype = TORCH_TYPES[problem.dtype]
-        self._row_shape = (2, problem.batch * problem.heads * executable.padded_rows(problem))
+        self._row_shape = (2, problem.tensor_batch * problem.heads * executable.padded_rows(problem))
         self._accumulator_shape = executable.accumulator_shape(problem)
         self._made = tuple((operands[name].shape, operands[name].strides) for name in ("dq", "dk", "dv"))
         self._without_dlse = executable.bind(problem, operands, scale, has_dlse=False)
@@ -181,8 +194,18 @@ class _Call:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute dq, dk, dv from the gradients of out and, if given, of lse."""
         if dq is not None or dk is not None or dv is not None:
-            return self._into(q, k, v, out, lse, dout, dlse, (dq, dk, dv))
-        return self._run(q, k, v, out, lse, dout, dlse, self._made_gradients(q))
+            return self._into(q, k, v, out, lse, dout, dlse, (dq, dk, dv), extras)
+        call = self._for(mask_operands(self._problem, extras)) if self._has_mask else self
+        return call._run(q, k, v, out, lse, dout, dlse, self._made_gradients(q), extras)
+
+    def _for(self, operands: dict[str, Operand]) -> _Call:
+        """The call for gradients or a mask that lie so: itself, unless they lie otherwise than those it is bound to."""
+        key = tuple(operands.values())
+        if key == tuple(self._operands[name] for name in operands):
+            return self
+        if key not in self._elsewhere:
+            self._elsewhere[key] = _Call(self._executable, self._problem, self._operands | operands, self._scale)
+        return self._elsewhere[key]
 
     def _made_gradients(self, q: Tensor) -> list[Tensor]:
         return [
@@ -199,6 +222,7 @@ class _Call:
         dout: Tensor,
         dlse: Tensor | None,
         gradients: Sequence[Tensor],
+        extras: Extras,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = gradients
         lse = lse.contiguous()
@@ -210,7 +234,9 @@ class _Call:
             else torch.empty(self._accumulator_shape, dtype=torch.float32, device=q.device)
         )
         # In the order of backward_plan.TENSORS.
-        tensors = (q, k, v, out, lse, dout, dlse, log2_sum, delta, accumulator, dq, dk, dv)
+        tensors: tuple[Tensor | None, ...] = (q, k, v, out, lse, dout, dlse, log2_sum, delta, accumulator, dq, dk, dv)
+        if self._has_features:
+            tensors += in_order(extras)
         for run, choose in launches:
             run(*choose(tensors))
         return dq, dk, dv
@@ -225,6 +251,7 @@ class _Call:
         dout: Tensor,
         dlse: Tensor | None,
         given: Sequence[Tensor | None],
+        extras: Extras,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Write to given gradients where kernels can, else to fresh ones that are copied."""
         gradients = self._made_gradients(q)
@@ -237,14 +264,9 @@ class _Call:
                 copies.append((target, gradients[index]))
             else:
                 gradients[index] = target
-        written = tuple(Operand.of(gradient) for gradient in gradients)
-        call = self
-        if written != tuple(self._operands[name] for name in ("dq", "dk", "dv")):
-            if written not in self._elsewhere:
-                operands = self._operands | dict(zip(("dq", "dk", "dv"), written, strict=True))
-                self._elsewhere[written] = _Call(self._executable, self._problem, operands, self._scale)
-            call = self._elsewhere[written]
-        call._run(q, k, v, out, lse, dout, dlse, gradients)
+        written = {name: Operand.of(gradient) for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True)}
+        call = self._for(written | mask_operands(self._problem, extras))
+        call._run(q, k, v, out, lse, dout, dlse, gradients, extras)
         for target, source in copies:
             target.copy_(source)
         dq, dk, dv = (made if target is None else target for target, made in zip(given, gradients, strict=True))
@@ -252,8 +274,8 @@ class _Call:
 
 
 def _shapes(problem: Problem) -> _Shapes:
-    queries = (problem.batch, problem.heads, problem.seqlen_q)
-    keys = (problem.batch, problem.kv_heads, problem.seqlen_k)
+    queries = (problem.tensor_batch, problem.heads, problem.rows_q)
+    keys = (problem.tensor_batch, problem.kv_heads, problem.rows_k)
     q, k = (*queries, problem.head_dim), (*keys, problem.head_dim)
     v, out = (*keys, problem.head_dim_v), (*queries, problem.head_dim_v)
     return {"q": q, "k": k, "v": v, "out": out, "dout": out, "dq": q, "dk": k, "dv": v}
