@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from autoflash.device import Device, DeviceKind
-from autoflash.problem import Cell, DType, Mask, Parallelism, Pass
+from autoflash.problem import Cell, DType, Feature, Mask, Parallelism, Pass
 from autoflash.space import constraint, cost, hopper
 from autoflash.space.knob import Knob, Part, split
 from autoflash.variant import Choice, Choices, Family, Variant
@@ -16,6 +16,9 @@ from autoflash.variant import Choice, Choices, Family, Variant
 # 60 KiB fits every class of shared memory per block: 64 KiB (CDNA 3), 99 KiB (sm_86, sm_89, sm_120), 163 KiB
 # (sm_80), 227 KiB (sm_90, sm_100).
 SAFE_SHARED_BYTES = 60 * 1024
+
+# Half of the 255 registers for accumulators leaves room for scores and operands without spills.
+_MOST_ACCUMULATORS = 128
 
 # 0 takes all heads at once.
 _HEADS_PER_STEP = (1, 4, 0)
@@ -47,12 +50,26 @@ class SearchSpace:
         return self.variant({**variant.structure, **variant.config})
 
     def default(self) -> Variant:
-        """A safe variant without preconditions, which fits every class of shared memory."""
+        """A variant without preconditions that fits every class of shared memory, or as many as one can.
+
+        Of very long heads none may fit: :meth:`why_no_default` says so.
+        """
         if self.family is Family.GLUON_SM90:
             return self.variant(hopper.default(self.cell))
         if self.family is not Family.TRITON:
             return self.variant({})
         return self.variant(_safe_blocks(self.cell, self.knobs))
+
+    def why_no_default(self) -> str | None:
+        """Why not even the default is sure to run on the device; None where it is."""
+        default = self.default()
+        reason = constraint.why_not(default, self.cell, self.device)
+        if reason is not None or self.family is not Family.TRITON:
+            return reason
+        need, there_is = cost.most_shared_bytes(default, self.cell, self.device), self.device.shared_bytes
+        if need > there_is:
+            return f"the smallest tiles may need {need} bytes of shared memory, {self.device.arch} has {there_is}"
+        return None
 
     def why_not(self, variant: Variant) -> str | None:
         """Why a variant is not in the space; None where it is."""
@@ -89,11 +106,17 @@ class SearchSpace:
         return all(flat[knob.name] == knob.default or knob.applies(flat) for knob in self.knobs)
 
 
-def families(op: Pass, device: Device) -> tuple[Family, ...]:
-    """The generated families that can run on a device, best first."""
+def families(op: Pass, device: Device, features: tuple[Feature, ...] = ()) -> tuple[Family, ...]:
+    """The generated families that can run on a device, best first.
+
+    Args:
+        op: Forward or backward.
+        device: Where.
+        features: What is asked for beyond plain attention, which not every family does.
+    """
     if device.kind is DeviceKind.CPU:
         return (Family.TORCH_TILED,)
-    if device.arch == "sm_90":
+    if device.arch == "sm_90" and not features:
         return (Family.GLUON_SM90, Family.TRITON, Family.TORCH_TILED)
     return (Family.TRITON, Family.TORCH_TILED)
 
@@ -117,6 +140,7 @@ def _essentials(cell: Cell) -> Cell:
         group=1,
         q_bucket=min(cell.q_bucket, longest),
         k_bucket=min(cell.k_bucket, longest),
+        window_bucket=min(cell.window_bucket, longest),
     )
 
 
@@ -134,7 +158,9 @@ def _search_space(cell: Cell, device: Device, family: Family) -> SearchSpace:
 
 
 def vendors(cell: Cell, device: Device) -> tuple[Variant, ...]:
-    """Vendor kernels worth asking; whether one can do the problem, its executable says."""
+    """Vendor kernels worth asking; whether one can do the problem, its executable says. None is asked for features."""
+    if cell.features:
+        return ()
     if device.kind is DeviceKind.CPU:
         backends: tuple[str, ...] = ("flash", "math")
     elif cell.dtype is DType.FP32:
@@ -167,11 +193,17 @@ def _is_fused(choices: Mapping[str, Choice]) -> bool:
     return choices["loop_order"] == "fused"
 
 
+def _columns(cell: Cell) -> int:
+    return cost.padded(max(cell.head_dim, cell.head_dim_v))
+
+
 def _owned(cell: Cell, bucket: int) -> tuple[int, ...]:
     """Lengths of the block that a program owns. Where tiles are few or registers scarce, small ones too."""
-    wide = cost.padded(cell.head_dim) > 128
+    wide = _columns(cell) > 128
     if cell.dtype is DType.FP32:
         return _up_to(bucket, (16, 32) if wide else (32, 64))
+    if _columns(cell) > 256:
+        return _up_to(bucket, (16, 32, 64))
     if cell.parallelism is not Parallelism.HIGH or bucket < 7:
         return _up_to(bucket, (16, 32, 64, 128))
     return (32, 64, 128) if wide else (64, 128)
@@ -179,7 +211,7 @@ def _owned(cell: Cell, bucket: int) -> tuple[int, ...]:
 
 def _stepped(cell: Cell, bucket: int) -> tuple[int, ...]:
     """Lengths of one step along the other sequence."""
-    wide = cost.padded(cell.head_dim) > 128
+    wide = _columns(cell) > 128
     if cell.dtype is DType.FP32:
         return _up_to(bucket, (16, 32) if wide else (16, 32, 64))
     return _up_to(bucket, (16, 32, 64) if wide else (32, 64, 128))
@@ -190,12 +222,17 @@ def _up_to(bucket: int, blocks: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(block for block in blocks if block <= 2**bucket) or blocks[:1]
 
 
+def _hides_keys(cell: Cell) -> bool:
+    """Whether some tiles are seen in part and some not at all."""
+    return cell.mask is Mask.CAUSAL or Feature.WINDOW in cell.features
+
+
 def _stages(device: Device) -> tuple[int, ...]:
     return (1, 2) if device.kind is DeviceKind.HIP else (1, 2, 3, 4)
 
 
 def _forward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
-    causal = cell.mask is Mask.CAUSAL
+    hides = _hides_keys(cell)
     structure = Part.STRUCTURE
     rows, steps = _owned(cell, cell.q_bucket), _stepped(cell, cell.k_bucket)
     loads = ("pointer", "tma") if device.has_tma else ("pointer",)
@@ -219,7 +256,7 @@ def _forward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
         Knob(
             name="mask_loops",
             part=structure,
-            values=("split", "branch") if causal else ("split",),
+            values=("split", "branch") if hides else ("split",),
             default="split",
             applies=_query_outer,
         ),
@@ -227,7 +264,7 @@ def _forward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
             name="tile_order",
             part=structure,
             # Heads first costs up to a fifth without a mask: it gives up the reuse of K and V in L2.
-            values=("rows_first", "heads_first") if causal else ("rows_first",),
+            values=("rows_first", "heads_first") if hides else ("rows_first",),
             default="rows_first",
             applies=_query_outer,
         ),
@@ -236,7 +273,7 @@ def _forward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
 
 
 def _backward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
-    causal = cell.mask is Mask.CAUSAL
+    hides = _hides_keys(cell)
     structure, config = Part.STRUCTURE, Part.CONFIG
     key_rows, query_steps = _owned(cell, cell.k_bucket), _stepped(cell, cell.q_bucket)
     query_rows, key_steps = _owned(cell, cell.q_bucket), _stepped(cell, cell.k_bucket)
@@ -248,7 +285,7 @@ def _backward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
         Knob(
             name="mask_loops",
             part=structure,
-            values=("branch", "everywhere") if causal else ("branch",),
+            values=("branch", "everywhere") if hides else ("branch",),
             default="branch",
         ),
         Knob(name="dot_order", part=structure, values=("textbook", "scores_first"), default="textbook"),
@@ -298,7 +335,7 @@ def _portable_knobs(cell: Cell) -> tuple[Knob, ...]:
 
 
 def _safe_blocks(cell: Cell, knobs: tuple[Knob, ...]) -> dict[str, Choice]:
-    """The largest of a few plain tilings whose shared memory fits everywhere."""
+    """The largest of a few plain tilings whose shared memory fits everywhere; else the smallest."""
     sizes = (64, 32, 16)
     chosen: dict[str, Choice] = {}
     for rows, step in ((rows, step) for rows in sizes for step in sizes if step <= rows):
@@ -308,18 +345,21 @@ def _safe_blocks(cell: Cell, knobs: tuple[Knob, ...]) -> dict[str, Choice]:
             owned = {"BLOCK_M": step, "BLOCK_N": rows, "BLOCK_M2": rows, "BLOCK_N2": step}
         structure, config = split(knobs, owned)
         chosen = dict(owned)
-        if _is_safe(Variant(family=Family.TRITON, structure=structure, config=config), cell):
+        variant = Variant(family=Family.TRITON, structure=structure, config=config)
+        if _is_safe(variant, cell):
             break
+        if max(tile.accumulator_registers(32) for tile in cost.tiles(variant, cell)) >= _MOST_ACCUMULATORS:
+            # Twice the threads have room for the accumulators of the smallest tiles.
+            chosen |= {"num_warps": 8, "num_warps2": 8}
     return chosen
 
 
 def _is_safe(variant: Variant, cell: Cell) -> bool:
     roomy = cost.shared_bytes(variant, cell) <= SAFE_SHARED_BYTES
     return roomy and all(
-        # A third of the 255 registers for accumulators leaves room for scores and operands without spills.
-        tile.accumulator_registers(32) <= 128
+        tile.accumulator_registers(32) <= _MOST_ACCUMULATORS
         and tile.rows <= max(16, tile.rows_there_are)
         and tile.step <= max(16, tile.steps_there_are)
-        and (cell.dtype is not DType.FP32 or tile.rows * tile.width <= 64 * 64)
+        and (cell.dtype is not DType.FP32 or tile.rows * tile.accumulated <= 64 * 64 * tile.accumulators)
         for tile in cost.tiles(variant, cell)
     )

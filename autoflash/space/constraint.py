@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoflash.device import Device, DeviceKind
-from autoflash.problem import Cell, DType, Pass
+from autoflash.problem import Cell, DType, Feature, Pass, features_text
 from autoflash.space import cost, hopper
 from autoflash.variant import Family, Variant
 
@@ -13,12 +13,31 @@ _REGISTERS = {DeviceKind.CUDA: 255, DeviceKind.HIP: 512, DeviceKind.CPU: 0}
 
 def why_not(variant: Variant, cell: Cell, device: Device) -> str | None:
     """Why a variant cannot be right or fast for a cell on a device; None where nothing speaks against it."""
+    unable = why_unable(variant, cell)
+    if unable is not None:
+        return unable
     if variant.family is Family.TRITON:
         return _loads(variant, cell, device) or _determinism(variant, cell) or _tiles(variant, cell, device)
     if variant.family is Family.GLUON_SM90:
         return hopper.why_not(variant, cell, device.shared_bytes)
     if variant.family is Family.TORCH_TILED:
         return _rows(variant, cell)
+    return None
+
+
+def why_unable(variant: Variant, cell: Cell) -> str | None:
+    """Why a variant's templates do not do what a cell asks for beyond plain attention; None where they do."""
+    if not cell.features:
+        return None
+    asked = features_text(cell.features)
+    if variant.family in (Family.GLUON_SM90, Family.VENDOR):
+        return f"{variant.family.value} kernels do plain attention, not {asked}"
+    if variant.family is not Family.TRITON:
+        return None
+    if cell.op is Pass.FORWARD and variant.structure.get("loop_order") == "key_outer":
+        return f"the forward with keys outside does plain attention, not {asked}"
+    if Feature.VARLEN in cell.features and variant.structure.get("loads") == "tma":
+        return "a tensor descriptor knows no ends of packed sequences"
     return None
 
 
@@ -51,7 +70,11 @@ def _tiles(variant: Variant, cell: Cell, device: Device) -> str | None:
         if registers >= _REGISTERS[device.kind]:
             return f"the accumulators need {registers} registers per thread, {_REGISTERS[device.kind]} exist"
         # True float32 products run on FMA units, which want small tiles: larger ones spill by the kilobyte.
-        if cell.dtype is DType.FP32 and not cell.tf32 and tile.rows * tile.width > 64 * 64 * 2:
+        if (
+            cell.dtype is DType.FP32
+            and not cell.tf32
+            and tile.rows * tile.accumulated > 64 * 64 * 2 * tile.accumulators
+        ):
             return "float32 without TF32 needs smaller tiles"
     floor = cost.shared_floor(variant, cell)
     if floor > device.shared_bytes:

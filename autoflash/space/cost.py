@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from autoflash.device import Device, DeviceKind
-from autoflash.problem import Cell, DType, Mask, Pass
+from autoflash.problem import Cell, DType, Feature, Mask, Pass
 from autoflash.space import hopper
 from autoflash.trial import Resources
 from autoflash.variant import Family, Variant
@@ -18,6 +18,7 @@ from autoflash.variant import Family, Variant
 # The second cache level of a server core; how many heads "all at once" usually is.
 _CORE_CACHE_BYTES = 2**20
 _USUAL_HEADS = 8
+_ROW_STATISTICS_BYTES = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +27,12 @@ class Tile:
 
     Attributes:
         rows, step: Lengths of the owned block and of one step.
-        width: Head dimension, padded to a power of two.
-        accumulators: How many [rows, width] float32 tiles live through the loop.
-        resident: How many [rows, width] operand tiles stay in shared memory through the loop.
-        staged: How many [step, width] operand tiles are loaded in each step.
+        accumulators: How many float32 tiles of ``rows`` live through the loop.
+        accumulated: Their columns in all.
+        resident: Columns of the operand tiles of ``rows`` that stay in shared memory through the loop.
+        staged: Columns of the operand tiles of ``step`` that are loaded in each step.
+        at_once: Those of them that are alive together where nothing is pipelined.
+        mask_bytes: Of a mask's element for one pair; 0 without a mask tensor.
         extra_bytes: Shared memory for a product that goes back to a dot as its operand.
         stages, warps: Of the launch.
         rows_there_are, steps_there_are: Top of the cell's bucket of each sequence.
@@ -37,10 +40,12 @@ class Tile:
 
     rows: int
     step: int
-    width: int
     accumulators: int
+    accumulated: int
     resident: int
     staged: int
+    at_once: int
+    mask_bytes: int
     extra_bytes: int
     stages: int
     warps: int
@@ -49,20 +54,20 @@ class Tile:
 
     def accumulator_registers(self, warp_size: int) -> int:
         """Registers per thread that the accumulators alone need: a lower bound."""
-        return self.accumulators * self.rows * self.width // (self.warps * warp_size)
+        return self.rows * self.accumulated // (self.warps * warp_size)
 
     def shared_bytes(self, itemsize: int) -> int:
         """What the program keeps in shared memory."""
-        # Without pipelining a forward's K and V tiles are never alive together.
-        staged = 1 if self.stages == 1 and self.resident == 1 else self.staged * self.stages
-        tiles = self.resident * self.rows + staged * self.step
-        return tiles * self.width * itemsize + self.extra_bytes
+        staged = self.at_once if self.stages == 1 else self.staged * self.stages
+        operands = self.resident * self.rows + staged * self.step
+        # The mask's tile goes through shared memory on its way to the layout of the scores.
+        return operands * itemsize + self.mask_bytes * self.rows * self.step + self.extra_bytes
 
     def registers(self, warp_size: int, itemsize: int) -> int:
-        """A guess of the registers per thread: accumulators, the score tile twice, and addresses."""
+        """A guess of the registers per thread: accumulators, the score tile twice, its mask, and addresses."""
         threads = self.warps * warp_size
-        scores = self.rows * self.step * (1.0 + itemsize / 4) * (1.0 if self.accumulators == 1 else 1.2)
-        return min(255, 32 + self.accumulator_registers(warp_size) + round(scores / threads))
+        each = (1.0 + itemsize / 4) * (1.0 if self.accumulators == 1 else 1.2) + self.mask_bytes / 4
+        return min(255, 32 + self.accumulator_registers(warp_size) + round(self.rows * self.step * each / threads))
 
 
 def padded(head_dim: int) -> int:
@@ -75,7 +80,7 @@ def tiles(variant: Variant, cell: Cell) -> tuple[Tile, ...]:
     if variant.family is not Family.TRITON:
         return ()
     config, structure = variant.config, variant.structure
-    width = padded(max(cell.head_dim, cell.head_dim_v))
+    width, width_v = padded(cell.head_dim), padded(cell.head_dim_v)
     queries, keys = 2**cell.q_bucket, 2**cell.k_bucket
     block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
     stages, warps = config.number("num_stages"), config.number("num_warps")
@@ -85,10 +90,13 @@ def tiles(variant: Variant, cell: Cell) -> tuple[Tile, ...]:
             Tile(
                 rows=block_m,
                 step=block_n,
-                width=width,
                 accumulators=1,
-                resident=1,
-                staged=2,
+                accumulated=width_v,
+                resident=width,
+                staged=width + width_v,
+                # Without pipelining K and V are never alive together.
+                at_once=max(width, width_v),
+                mask_bytes=mask_bytes(cell),
                 extra_bytes=block_m * block_n * cell.dtype.itemsize if waits else 0,
                 stages=stages,
                 warps=warps,
@@ -99,10 +107,12 @@ def tiles(variant: Variant, cell: Cell) -> tuple[Tile, ...]:
     key_program = Tile(
         rows=block_n,
         step=block_m,
-        width=width,
         accumulators=2,
-        resident=2,
-        staged=2,
+        accumulated=width + width_v,
+        resident=width + width_v,
+        staged=width + width_v,
+        at_once=width + width_v,
+        mask_bytes=mask_bytes(cell),
         extra_bytes=0,
         stages=stages,
         warps=warps,
@@ -114,10 +124,12 @@ def tiles(variant: Variant, cell: Cell) -> tuple[Tile, ...]:
     query_program = Tile(
         rows=config.number("BLOCK_M2"),
         step=config.number("BLOCK_N2"),
-        width=width,
         accumulators=1,
-        resident=2,
-        staged=2,
+        accumulated=width,
+        resident=width + width_v,
+        staged=width + width_v,
+        at_once=width + width_v,
+        mask_bytes=mask_bytes(cell),
         extra_bytes=0,
         stages=config.number("num_stages2"),
         warps=config.number("num_warps2") if structure["loop_order"] == "split" else warps,
@@ -127,9 +139,35 @@ def tiles(variant: Variant, cell: Cell) -> tuple[Tile, ...]:
     return (key_program, query_program)
 
 
+def mask_bytes(cell: Cell) -> int:
+    """Bytes of a mask tensor's element for one pair: a float mask may be float32. 0 without one."""
+    if Feature.FLOAT_MASK in cell.features:
+        return 4
+    return 1 if Feature.BOOL_MASK in cell.features else 0
+
+
 def shared_bytes(variant: Variant, cell: Cell) -> int:
     """Shared memory per block, as estimated: the largest of the variant's programs. 0 for other families."""
     return max((tile.shared_bytes(cell.dtype.itemsize) for tile in tiles(variant, cell)), default=0)
+
+
+def most_shared_bytes(variant: Variant, cell: Cell, device: Device) -> int:
+    """Shared memory per block that the compiler takes at most for small tiles without pipelining, of any head.
+
+    Measured from 64 to 576 columns: with the matrix units of single warps a backward keeps dO a second time,
+    transposed; on CDNA operands pass through shared memory one after the other, on their way to registers.
+    """
+    itemsize = cell.dtype.itemsize
+    widest = padded(max(cell.head_dim, cell.head_dim_v))
+    most = 0
+    for tile in tiles(variant, cell):
+        if device.kind is DeviceKind.HIP:
+            alone = max(tile.rows, tile.step) * widest * itemsize
+            most = max(most, alone + tile.mask_bytes * tile.rows * tile.step)
+        else:
+            twice = padded(cell.head_dim_v) * tile.step * itemsize if tile.accumulators == 2 else 0
+            most = max(most, tile.shared_bytes(itemsize) + twice + _ROW_STATISTICS_BYTES)
+    return most
 
 
 def shared_floor(variant: Variant, cell: Cell) -> int:
@@ -138,10 +176,7 @@ def shared_floor(variant: Variant, cell: Cell) -> int:
         # Operands of FMA products need not be staged at all.
         return 0
     return max(
-        (
-            tile.staged * (tile.stages - 1) * tile.step * tile.width * cell.dtype.itemsize
-            for tile in tiles(variant, cell)
-        ),
+        (tile.staged * (tile.stages - 1) * tile.step * cell.dtype.itemsize for tile in tiles(variant, cell)),
         default=0,
     )
 
@@ -173,6 +208,11 @@ def score(variant: Variant, cell: Cell, device: Device, resources: Resources | N
     return sum(parts) / len(parts) + bonus
 
 
+def window_waste(rows: int, step: int, cell: Cell) -> float:
+    """How many times the keys of a window, in powers of two, blocks of these lengths make a program visit."""
+    return math.log2(1.0 + (rows + step) / 2.0**cell.window_bucket) if cell.window_bucket else 0.0
+
+
 def occupancy(registers: int, shared: int, warps: int, device: Device) -> int:
     """Blocks that fit on one multiprocessor at once; 0 where not even one does."""
     threads = warps * device.warp_size
@@ -186,7 +226,7 @@ def _tile_score(tile: Tile, cell: Cell, device: Device, resources: Resources | N
     shared = resources.shared_bytes if resources else tile.shared_bytes(itemsize)
     registers = resources.registers if resources else tile.registers(device.warp_size, itemsize)
     spills = resources.spill_bytes if resources else 0
-    return schedule_score(
+    return -window_waste(tile.rows, tile.step, cell) + schedule_score(
         rows=tile.rows,
         step=tile.step,
         warps=tile.warps,
@@ -228,7 +268,7 @@ def schedule_score(
 def _portable_score(variant: Variant, cell: Cell) -> float:
     """Score tiles of about a core's own cache are best: smaller ones pay the interpreter, larger ones are read anew.
 
-    Under a causal mask, large blocks also compute what the mask throws away.
+    Under a causal mask or a window, large blocks also compute what is thrown away.
     """
     rows = variant.config.number("block_m")
     step = variant.config.number("block_n")
@@ -236,6 +276,7 @@ def _portable_score(variant: Variant, cell: Cell) -> float:
     # From half the cache to four times it, nothing is lost (measured).
     fit = -0.5 * max(0.0, abs(math.log2(heads * rows * step * 4 / (1.5 * _CORE_CACHE_BYTES))) - 1.5)
     waste = math.log2(1.0 + (rows + step) / 2.0**cell.k_bucket) if cell.mask is Mask.CAUSAL else 0.0
+    waste = window_waste(rows, step, cell) or waste
     order = 0.0 if variant.structure["loop_order"] == "query_outer" else 0.2
     steps = 0.1 * math.log2(2.0 ** (cell.q_bucket + cell.k_bucket) / (heads * rows * step))
     return fit - 1.5 * waste - order - steps

@@ -6,13 +6,22 @@ import itertools
 import pytest
 
 from autoflash.device import CROSS_TARGETS, Device, DeviceKind
-from autoflash.problem import DType, Mask, Parallelism, Pass
+from autoflash.problem import DType, Feature, Mask, Parallelism, Pass
 from autoflash.space import catalog, cost
 from autoflash.variant import Choices, Family, Variant
 from tests.factories import make_cell
 
 CPU = Device(kind=DeviceKind.CPU, name="cpu", arch="x86_64", multiprocessors=2, shared_bytes=0, warp_size=1)
 _H200 = CROSS_TARGETS["sm_90"]
+_FEATURES = (
+    (Feature.VARLEN,),
+    (Feature.SOFTCAP,),
+    (Feature.FLOAT_MASK,),
+    (Feature.BOOL_MASK,),
+    (Feature.WINDOW,),
+    (Feature.DROPOUT,),
+    (Feature.SOFTCAP, Feature.FLOAT_MASK, Feature.WINDOW, Feature.DROPOUT),
+)
 _HEAD_DIMS = (8, 16, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256)
 
 
@@ -169,3 +178,139 @@ def test_a_variant_of_another_family_is_refused() -> None:
     reason = space.why_not(Variant(family=Family.VENDOR, structure=Choices(backend="math"), config=Choices()))
 
     assert reason == "vendor is not triton"
+
+
+_LONG_HEADS = ((257, 257), (320, 320), (512, 512), (576, 512), (64, 512), (192, 128))
+
+
+@pytest.mark.parametrize(("op", "dtype"), list(itertools.product(Pass, DType)))
+@pytest.mark.parametrize("target", sorted(CROSS_TARGETS))
+def test_long_heads_have_a_default_that_fits_or_the_reason_why_not(target: str, op: Pass, dtype: DType) -> None:
+    device = CROSS_TARGETS[target]
+    for head_dim, head_dim_v in _LONG_HEADS:
+        cell = make_cell(op=op, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v)
+        space = catalog.search_space(cell, device, Family.TRITON)
+        default, reason = space.default(), space.why_no_default()
+
+        if reason is None:
+            assert space.why_not(default) is None
+            assert cost.most_shared_bytes(default, cell, device) <= device.shared_bytes
+        else:
+            assert "shared memory" in reason or "float32 without TF32" in reason
+
+
+@pytest.mark.parametrize(
+    ("target", "op", "dtype", "head_dims", "has_default"),
+    [
+        ("sm_86", Pass.FORWARD, DType.BF16, (576, 512), True),
+        ("sm_86", Pass.BACKWARD, DType.BF16, (512, 512), True),
+        ("sm_86", Pass.BACKWARD, DType.BF16, (576, 512), False),
+        ("sm_86", Pass.FORWARD, DType.FP32, (512, 512), True),
+        ("sm_86", Pass.FORWARD, DType.FP32, (576, 512), False),
+        ("sm_90", Pass.BACKWARD, DType.BF16, (576, 512), True),
+        ("gfx942", Pass.BACKWARD, DType.BF16, (576, 512), True),
+    ],
+)
+def test_shared_memory_decides_how_long_heads_may_be(
+    target: str, op: Pass, dtype: DType, head_dims: tuple[int, int], has_default: bool
+) -> None:
+    cell = make_cell(op=op, dtype=dtype, head_dim=head_dims[0], head_dim_v=head_dims[1])
+    space = catalog.search_space(cell, CROSS_TARGETS[target], Family.TRITON)
+
+    assert (space.why_no_default() is None) is has_default
+
+
+@pytest.mark.parametrize("features", _FEATURES, ids=str)
+@pytest.mark.parametrize("op", list(Pass))
+@pytest.mark.parametrize("target", ["sm_86", "sm_90", "gfx942"])
+def test_features_have_a_default_wherever_plain_attention_has(
+    target: str, op: Pass, features: tuple[Feature, ...]
+) -> None:
+    device = CROSS_TARGETS[target]
+    spaces = [
+        catalog.search_space(make_cell(op=op, dtype=dtype, head_dim=dim, features=features), device, Family.TRITON)
+        for dim, dtype in itertools.product((16, 64, 128, 256), DType)
+    ]
+
+    assert [space.why_no_default() for space in spaces] == [None] * len(spaces)
+    assert [space.why_not(space.default()) for space in spaces] == [None] * len(spaces)
+
+
+def test_a_mask_tensor_takes_shared_memory_beside_the_operands() -> None:
+    variant = catalog.search_space(make_cell(head_dim=256), _H200, Family.TRITON).variant({"BLOCK_M": 64})
+    plain, masked, biased = (
+        cost.shared_bytes(variant, make_cell(head_dim=256, features=features))
+        for features in ((), (Feature.BOOL_MASK,), (Feature.FLOAT_MASK,))
+    )
+
+    tile = 64 * variant.config.number("BLOCK_N")
+    assert (masked - plain, biased - plain) == (tile, 4 * tile)
+
+
+def test_features_leave_out_the_families_that_do_plain_attention_alone() -> None:
+    asked = (Feature.SOFTCAP,)
+    cell = make_cell(head_dim=128, features=asked)
+    hopper = catalog.search_space(cell, _H200, Family.GLUON_SM90)
+
+    assert catalog.families(Pass.FORWARD, _H200, asked) == (Family.TRITON, Family.TORCH_TILED)
+    assert catalog.families(Pass.FORWARD, CPU, asked) == (Family.TORCH_TILED,)
+    assert catalog.vendors(cell, _H200) == catalog.vendors(cell, CPU) == ()
+    assert hopper.variants() == []
+    assert "plain attention, not softcap" in (hopper.why_no_default() or "")
+
+
+@pytest.mark.parametrize("features", _FEATURES, ids=str)
+def test_features_have_no_forward_with_keys_outside(features: tuple[Feature, ...]) -> None:
+    space = catalog.search_space(make_cell(head_dim=128, features=features), _H200, Family.TRITON)
+
+    assert {variant.structure["loop_order"] for variant in space.variants()} == {"query_outer"}
+    assert "keys outside" in (space.why_not(space.variant({"loop_order": "key_outer"})) or "")
+
+
+@pytest.mark.parametrize("op", list(Pass))
+def test_packed_sequences_are_loaded_by_pointer_and_the_others_by_either(op: Pass) -> None:
+    loads = {
+        features: {
+            variant.structure["loads"]
+            for variant in catalog.search_space(
+                make_cell(op=op, dtype=DType.FP32, head_dim=128, features=features), _H200, Family.TRITON
+            ).variants()
+        }
+        for features in ((Feature.VARLEN,), (Feature.WINDOW,), (Feature.FLOAT_MASK,))
+    }
+
+    assert loads[Feature.VARLEN,] == {"pointer"}
+    assert loads[Feature.WINDOW,] == loads[Feature.FLOAT_MASK,] == {"pointer", "tma"}
+
+
+def test_a_window_has_the_choices_of_a_causal_mask() -> None:
+    def choices(features: tuple[Feature, ...], op: Pass) -> set[object]:
+        cell = make_cell(op=op, dtype=DType.FP32, head_dim=128, features=features)
+        variants = catalog.search_space(cell, CROSS_TARGETS["sm_80"], Family.TRITON).variants()
+        return {variant.structure["mask_loops"] for variant in variants}
+
+    assert choices((Feature.WINDOW,), Pass.FORWARD) == {"split", "branch"}
+    assert choices((Feature.WINDOW,), Pass.BACKWARD) == {"branch", "everywhere"}
+    assert choices((Feature.BOOL_MASK,), Pass.FORWARD) == {"split"}
+
+
+@pytest.mark.parametrize("family", [Family.TRITON, Family.TORCH_TILED])
+def test_a_narrow_window_ranks_small_blocks_higher_than_a_wide_one_does(family: Family) -> None:
+    device = _H200 if family is Family.TRITON else CPU
+
+    def best(window_bucket: int) -> int:
+        cell = make_cell(q_bucket=12, features=(Feature.WINDOW,), window_bucket=window_bucket)
+        scores = catalog.search_space(cell, device, family).scores()
+        config = max(scores, key=lambda variant: scores[variant]).config
+        return sum(config.number(name) for name in config if name.lower().startswith("block"))
+
+    assert best(6) < best(12)
+
+
+def test_cells_of_other_features_do_not_share_a_space() -> None:
+    one, other = (
+        catalog.search_space(make_cell(features=features), _H200, Family.TRITON).scores()
+        for features in ((), (Feature.VARLEN,))
+    )
+
+    assert set(one) != set(other)
