@@ -11,14 +11,22 @@ from autoflash.errors import DatabaseError
 VERSION_TABLE = "autoflash_version"
 """Our own name: Optuna's and other people's histories use ``alembic_version``."""
 
-CURRENT = "0001"
+CURRENT = "0002"
 """The revision that ``schema.py`` describes."""
 
-READABLE = (CURRENT,)
+READABLE = ("0001", CURRENT)
 """Revisions whose decisions a reader understands without a migration: the current one and the one before."""
 
-KNOWN = ("0001",)
+KNOWN = ("0001", "0002")
 """All revisions, oldest first; a database at any of them can be upgraded."""
+
+# What the tables of the revision before lack, as columns of a query: plain attention.
+_ADDED = {
+    "0001": {
+        "cell": "'' AS features, 0 AS window_bucket",
+        "verification": "'' AS features",
+    }
+}
 
 # Arbitrary, but ours: serialises migrations on PostgreSQL, where there is no file to lock.
 _ADVISORY_LOCK = 0x6175746F
@@ -55,6 +63,24 @@ def refuse_unknown(revision: str | None, known: tuple[str, ...]) -> None:
         raise DatabaseError(
             f"its schema {revision!r} is unknown to this autoflash, which knows up to {CURRENT}; upgrade autoflash"
         )
+
+
+def lay_views(connection: Connection) -> None:
+    """Let an older schema read like the current one: temporary views hide the tables that lack something.
+
+    They are seen by this connection alone, and nothing is written to the database.
+    """
+    added = _ADDED.get(revision_of(connection) or "", {})
+    if connection.dialect.name == "sqlite":
+        for table, columns in added.items():
+            connection.execute(text(f"CREATE TEMP VIEW {table} AS SELECT *, {columns} FROM main.{table}"))
+        return
+    # A pooled connection keeps its views, and the database may have been upgraded since.
+    for table in _ADDED["0001"]:
+        connection.execute(text(f"DROP VIEW IF EXISTS pg_temp.{table}"))
+    for table, columns in added.items():
+        # Unqualified, the name is that of the table: the view is not there yet.
+        connection.execute(text(f"CREATE TEMP VIEW {table} AS SELECT *, {columns} FROM {table}"))
 
 
 def upgrade(connection: Connection) -> None:

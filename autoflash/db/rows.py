@@ -24,7 +24,7 @@ from autoflash.db.schema import (
     VariantRow,
     VerificationRow,
 )
-from autoflash.problem import Cell
+from autoflash.problem import Cell, features_of, features_text
 from autoflash.trial import Environment, Measurement, Ranked, Resources, Verification
 from autoflash.variant import Choices, Variant
 
@@ -85,6 +85,8 @@ def find_or_add_cell(session: Session, cell: Cell) -> CellRow:
             q_bucket=cell.q_bucket,
             k_bucket=cell.k_bucket,
             parallelism=cell.parallelism,
+            features=features_text(cell.features),
+            window_bucket=cell.window_bucket,
         ),
     )
 
@@ -182,6 +184,7 @@ def verification_row(
         worst_ratio=ratio if math.isfinite(ratio) else None,
         detail=clean_text(verification.detail),
         checks=int(verification.checks),
+        features=features_text(cell.features),
     )
 
 
@@ -223,6 +226,8 @@ def cell_of(row: CellRow) -> Cell:
         q_bucket=row.q_bucket,
         k_bucket=row.k_bucket,
         parallelism=row.parallelism,
+        features=features_of(row.features),
+        window_bucket=row.window_bucket,
     )
 
 

@@ -9,7 +9,18 @@ from __future__ import annotations
 from enum import Enum
 from typing import ClassVar
 
-from sqlalchemy import BigInteger, CheckConstraint, Double, ForeignKey, Index, MetaData, String, Text, UniqueConstraint
+from sqlalchemy import (
+    BigInteger,
+    CheckConstraint,
+    Double,
+    ForeignKey,
+    Index,
+    MetaData,
+    String,
+    Text,
+    UniqueConstraint,
+    text,
+)
 from sqlalchemy import Enum as EnumType
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -65,7 +76,7 @@ class Base(DeclarativeBase):
 
 
 class CellRow(Base):
-    """What was to be computed."""
+    """What was to be computed. ``features`` are named as in a cell's JSON; empty for plain attention."""
 
     __tablename__ = "cell"
 
@@ -82,6 +93,8 @@ class CellRow(Base):
     q_bucket: Mapped[int]
     k_bucket: Mapped[int]
     parallelism: Mapped[Parallelism] = mapped_column(_enum(Parallelism, "parallelism"))
+    features: Mapped[str] = mapped_column(Text, server_default="")
+    window_bucket: Mapped[int] = mapped_column(server_default=text("0"))
 
 
 class VariantRow(Base):
@@ -184,7 +197,7 @@ class MeasurementRow(Base):
 class VerificationRow(Base):
     """One outcome of the correctness gate.
 
-    It belongs to a kernel, not to a cell: all size buckets and degrees of parallelism share it.
+    It belongs to a kernel of one form, not to a cell: all size buckets and degrees of parallelism share it.
     ``worst_ratio`` is NULL where it was not finite. ``trial_id`` is the trial that it came with, if any.
     """
 
@@ -210,6 +223,7 @@ class VerificationRow(Base):
     worst_ratio: Mapped[float | None]
     detail: Mapped[str] = mapped_column(Text)
     checks: Mapped[int]
+    features: Mapped[str] = mapped_column(Text, server_default="")
 
 
 class DecisionRow(Base):

@@ -97,6 +97,7 @@ class Database:
         self._engine = engine
         self._access = access
         self._pid = os.getpid()
+        self._is_older = False
 
     @classmethod
     def open(cls, location: Location, *, read_only: bool) -> Database:
@@ -133,7 +134,7 @@ class Database:
         access = sqlite_file.read_access(_file(location))
         try:
             database = cls(location, _sqlite_engine(access.connect), access, True)
-            migrate.refuse_unknown(database.read(_revision), migrate.READABLE)
+            database._look_at_revision()
         except BaseException:
             access.close()
             raise
@@ -153,7 +154,7 @@ class Database:
         try:
             revision = database.read(_revision)
             if read_only:
-                migrate.refuse_unknown(revision, migrate.READABLE)
+                database._look_at_revision()
             elif revision != migrate.CURRENT:
                 database.write(_migrate)
         except BaseException:
@@ -171,8 +172,15 @@ class Database:
                 sqlite_file.settle(self.location.file)
 
     def read(self, work: Callable[[Session], T]) -> T:
-        """Run in a transaction that only reads."""
-        return self._run(work, writes=False)
+        """Run in a transaction that only reads; of the schema before, as if it were the current one."""
+        if not self._is_older:
+            return self._run(work, writes=False)
+
+        def with_views(session: Session) -> T:
+            migrate.lay_views(session.connection())
+            return work(session)
+
+        return self._run(with_views, writes=False)
 
     def write(self, work: Callable[[Session], T]) -> T:
         """Run in a transaction that takes the write lock at its start; may run more than once.
@@ -183,6 +191,12 @@ class Database:
         if self.read_only:
             raise DatabaseError(f"tuning database {self.location} was opened for reading")
         return self._run(work, writes=True)
+
+    def _look_at_revision(self) -> None:
+        """Refuse to read a schema that is unknown; note one that lacks something."""
+        revision = self.read(_revision)
+        migrate.refuse_unknown(revision, migrate.READABLE)
+        self._is_older = revision != migrate.CURRENT
 
     def _run(self, work: Callable[[Session], T], *, writes: bool) -> T:
         deadline = time.monotonic() + _RETRY_FOR_S

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import cast
 
 from autoflash.errors import TableError
-from autoflash.problem import Cell
+from autoflash.problem import Cell, Feature
 from autoflash.trial import Decision, Environment, Ranked, Resources
 from autoflash.variant import Family, Variant
 
@@ -41,6 +41,10 @@ class Fields:
     def at(self, name: str) -> str:
         """Place of a field."""
         return f"{self.where}.{name}"
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a field."""
+        return name in self._values
 
     def get(self, name: str) -> object:
         """Any value."""
@@ -116,9 +120,14 @@ def _cell_of(where: str, value: object) -> Cell:
         raise TableError(f"{where}: {error}") from error
     for name in ("head_dim", "head_dim_v", "group"):
         fields.count(name, least=1)
-    for name in ("q_bucket", "k_bucket"):
+    # Plain cells name neither features nor a window.
+    if fields.has("features") and not cell.features:
+        raise TableError(f"{fields.at('features')} must name a feature, or be absent")
+    for name in ("q_bucket", "k_bucket", *(("window_bucket",) if cell.features else ())):
         if fields.count(name) > _LONGEST_BUCKET:
             raise TableError(f"{fields.at(name)} must be at most {_LONGEST_BUCKET}, got {fields.get(name)!r}")
+    if cell.window_bucket and Feature.WINDOW not in cell.features:
+        raise TableError(f"{fields.at('window_bucket')} must be 0 without a window, got {cell.window_bucket}")
     return cell
 
 

@@ -17,7 +17,7 @@ from autoflash import keys
 from autoflash.db.table_fields import Fields, decision_of
 from autoflash.errors import TableError
 from autoflash.keys import Json
-from autoflash.problem import Cell, Parallelism
+from autoflash.problem import Cell, Parallelism, features_text
 from autoflash.trial import Decision, Environment, Ranked
 
 FORMAT = "autoflash-table"
@@ -155,6 +155,8 @@ def _order_of(cell: Cell) -> tuple[str | int, ...]:
         cell.head_dim,
         cell.head_dim_v,
         cell.mask.value,
+        features_text(cell.features),
+        cell.window_bucket,
         cell.deterministic,
         cell.group,
         cell.q_bucket,

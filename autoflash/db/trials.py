@@ -21,7 +21,7 @@ from autoflash.db.schema import (
     VariantRow,
     VerificationRow,
 )
-from autoflash.problem import Cell
+from autoflash.problem import Cell, features_text
 from autoflash.trial import Environment, Level, Measurement, Status, Trial, Verification
 from autoflash.variant import Family, Variant
 
@@ -187,7 +187,7 @@ def _latest_measurements(session: Session, conditions: list[ColumnElement[bool]]
     return {row.trial_id: rows.measurement_of(row) for row in found}
 
 
-_Kernel = tuple[str, int, int, str, str, int, int, str, bool]
+_Kernel = tuple[str, int, int, str, str, int, int, str, bool, str]
 
 
 class _Verifications:
@@ -222,6 +222,7 @@ class _Verifications:
                     row.head_dim_v,
                     row.mask.value,
                     row.tf32,
+                    row.features,
                 ].append(verification)
 
     def of_trial(self, trial: TrialRow, cell: Cell) -> Verification | None:
@@ -239,6 +240,7 @@ class _Verifications:
                 cell.head_dim_v,
                 cell.mask.value,
                 cell.tf32,
+                features_text(cell.features),
             ]
         )
 
@@ -251,6 +253,7 @@ def _form_conditions(cell: Cell) -> list[ColumnElement[bool]]:
         VerificationRow.head_dim_v == cell.head_dim_v,
         VerificationRow.mask == cell.mask,
         VerificationRow.tf32 == cell.tf32,
+        VerificationRow.features == features_text(cell.features),
     ]
 
 

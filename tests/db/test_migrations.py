@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shutil
 import sqlite3
 from pathlib import Path
@@ -16,17 +17,20 @@ from autoflash.db import migrate, session
 from autoflash.db.repository import Repository
 from autoflash.db.schema import Base
 from autoflash.errors import DatabaseError
+from autoflash.problem import Feature
 from autoflash.trial import Level
-from tests.factories import make_decision, make_trial
+from tests.factories import make_cell, make_decision, make_environment, make_trial
 
 ASSETS = Path(__file__).parent / "assets"
 
 
 def schema_of(file: Path) -> dict[str, list[str]]:
-    """Lines of each definition, in no order."""
+    """Columns and constraints of each definition, in no order."""
     with contextlib.closing(sqlite3.connect(file)) as connection:
         found = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL")
-        return {name: sorted(line.strip(" ,\t") for line in sql.splitlines() if line.strip()) for name, sql in found}
+        # Commas outside parentheses, and line ends.
+        parts = {name: re.split(r",(?![^(]*\))|\n", sql) for name, sql in found}
+        return {name: sorted(part.strip(" ,\t") for part in each if part.strip()) for name, each in parts.items()}
 
 
 def set_revision(file: Path, revision: str) -> None:
@@ -78,6 +82,44 @@ def test_an_old_database_keeps_its_rows(tmp_path: Path, old: Path, read_only: bo
     assert trial.measurement is not None
     assert (trial.id, trial.measurement.median_us, trial.level) == (1, 100.0, Level.FULL)
     assert [decision.reason for decision in decisions] == ["kept over upgrades"]
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_what_was_recorded_before_there_were_features_is_plain_attention(tmp_path: Path, read_only: bool) -> None:
+    file = Path(shutil.copyfile(ASSETS / "schema_0001.sqlite", tmp_path / "t.sqlite"))
+
+    with Repository.open(str(file), read_only=read_only) as repository:
+        (trial,) = repository.trials(cell=make_cell())
+        (decision,) = repository.decisions(cell=make_cell())
+        known = repository.verification(trial.source_digest, trial.variant, trial.cell, trial.environment)
+        cells = repository.cells(make_environment())
+
+    assert trial.cell == decision.cell == make_cell()
+    assert cells == [make_cell()]
+    assert known == trial.verification
+    assert known is not None
+
+
+def test_reading_the_schema_before_changes_nothing(tmp_path: Path) -> None:
+    file = Path(shutil.copyfile(ASSETS / "schema_0001.sqlite", tmp_path / "t.sqlite"))
+    before = file.read_bytes()
+
+    with Repository.open(str(file), read_only=True) as repository:
+        repository.decisions()
+
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_reader_goes_on_where_the_database_is_upgraded_meanwhile(tmp_path: Path) -> None:
+    file = Path(shutil.copyfile(ASSETS / "schema_0001.sqlite", tmp_path / "t.sqlite"))
+    softcap = make_cell(features=(Feature.SOFTCAP,))
+
+    with Repository.open(str(file), read_only=True) as reader:
+        assert [trial.cell for trial in reader.trials()] == [make_cell()]
+        with Repository.open(str(file)) as writer:
+            writer.record(make_trial(cell=softcap))
+        assert [trial.cell for trial in reader.trials()] == [make_cell(), softcap]
 
 
 def test_each_schema_has_a_database_in_the_tests() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from autoflash.db.repository import Repository
 from autoflash.errors import DatabaseError
-from autoflash.problem import Mask, Parallelism, Pass
+from autoflash.problem import Feature, Mask, Parallelism, Pass
 from autoflash.trial import Level, Stage, Status
 from autoflash.variant import Family
 from tests.factories import (
@@ -168,8 +168,9 @@ def test_a_verification_serves_all_sizes_of_its_kernel(repository: Repository) -
         make_trial(environment=make_environment(triton="3.7")),
         make_trial(cell=make_cell(mask=Mask.CAUSAL)),
         make_trial(cell=make_cell(head_dim=128)),
+        make_trial(cell=make_cell(features=(Feature.SOFTCAP,))),
     ],
-    ids=["source", "config", "environment", "mask", "head_dim"],
+    ids=["source", "config", "environment", "mask", "head_dim", "features"],
 )
 def test_a_verification_serves_no_other_kernel(repository: Repository, other: object) -> None:
     repository.record(make_trial())

@@ -10,7 +10,7 @@ import pytest
 from autoflash import keys
 from autoflash.db.table_format import SCHEMA, lines_text, read_table, table_text
 from autoflash.errors import TableError
-from autoflash.problem import Mask, Parallelism, Pass
+from autoflash.problem import Feature, Mask, Parallelism, Pass
 from autoflash.trial import Decision
 from autoflash.variant import Family
 from tests.factories import make_cell, make_decision, make_device, make_environment, make_ranked, make_variant
@@ -18,6 +18,8 @@ from tests.factories import make_cell, make_decision, make_device, make_environm
 DECISIONS = [
     make_decision(vendor=make_ranked(variant=make_variant(Family.VENDOR), median_us=0.1 + 0.2)),
     make_decision(cell=make_cell(op=Pass.BACKWARD, deterministic=True)),
+    make_decision(cell=make_cell(features=(Feature.SOFTCAP, Feature.WINDOW), window_bucket=7)),
+    make_decision(cell=make_cell(features=(Feature.VARLEN, Feature.WINDOW))),
     make_decision(cell=make_cell(mask=Mask.CAUSAL, k_bucket=12, parallelism=Parallelism.LOW)),
     make_decision(environment=make_environment(device=make_device("sm_80")), reason='quotes " and 显卡'),
     make_decision(environment=make_environment(triton="3.7"), decided_at=""),
@@ -116,8 +118,8 @@ def test_two_decisions_for_one_place_are_refused() -> None:
         ('{"format": "autoflash-table", "schema": 1}', "lacks the field 'autoflash'"),
         ("[" * 100_000, "not JSON"),
         (table_text(DECISIONS)[:-40], "not JSON"),
-        (lines_text(DECISIONS)[:-40], "line 6 is not JSON"),
-        (lines_text(DECISIONS) + "7\n", "line 7 is not a JSON object"),
+        (lines_text(DECISIONS)[:-40], "line 8 is not JSON"),
+        (lines_text(DECISIONS) + "7\n", "line 9 is not a JSON object"),
         (table_text(DECISIONS).replace("0.4", "0.3", 1), "the checksum of the table is .* damaged or edited"),
         (table_text(DECISIONS).replace('"sm_80"', '"sm_90"', 1), "the checksum of the table"),
         (lines_text(DECISIONS).replace('"sm_80"', '"sm_90"', 1), "line 1: its digest is not that of its content"),
@@ -145,6 +147,13 @@ def test_damage_is_named(text: str, words: str) -> None:
         (lambda row: row["cell"].update(q_bucket=10**9), r"cell.q_bucket must be at most 63"),
         (lambda row: row["cell"].update(dtype="fp8"), r"cell: 'fp8' is not a valid DType"),
         (lambda row: row["cell"].pop("mask"), r"cell: a cell has the fields"),
+        (lambda row: row["cell"].update(features="softcap"), r"cell: a cell has the fields"),
+        (lambda row: row["cell"].update(features="", window_bucket=0), r"cell.features must name a feature"),
+        (lambda row: row["cell"].update(features="tanh", window_bucket=0), r"'tanh' is not a valid Feature"),
+        (lambda row: row["cell"].update(features="window,softcap", window_bucket=0), r"features stand once each"),
+        (lambda row: row["cell"].update(features="window", window_bucket=64), r"window_bucket must be at most 63"),
+        (lambda row: row["cell"].update(features="window", window_bucket=-1), r"window_bucket must be an integer"),
+        (lambda row: row["cell"].update(features="softcap", window_bucket=3), r"window_bucket must be 0 without"),
         (lambda row: row["environment"].pop("arch"), r"environment lacks the field 'arch'"),
         (lambda row: row["environment"].update(multiprocessors=True), r"multiprocessors must be an integer"),
         (lambda row: row["environment"].update(torch=None), r"environment.torch must be a string"),

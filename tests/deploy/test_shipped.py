@@ -7,9 +7,11 @@ import pytest
 from autoflash import paths
 from autoflash.codegen.render import render
 from autoflash.db.repository import Repository
+from autoflash.db.table_format import read_table, table_text
+from autoflash.deploy.export import export_table, import_table
 from autoflash.deploy.shipped import device_slug, export_shipped, read_shipped, write_shipped
 from autoflash.errors import TableError
-from autoflash.problem import Form, Pass
+from autoflash.problem import Feature, Form, Pass
 from autoflash.variant import Family
 from tests.factories import make_cell, make_decision, make_device, make_environment
 
@@ -115,3 +117,31 @@ def test_shipped_rows_name_the_source_that_the_templates_render() -> None:
     ]
 
     assert stale == []
+
+
+def test_shipped_tables_go_through_a_database_byte_by_byte(tmp_path: Path) -> None:
+    folder = paths.tuning_db_dir()
+    files = sorted(folder.glob("*/*.jsonl"))
+
+    with Repository.open(str(tmp_path / "t.sqlite")) as repository:
+        for file in files:
+            import_table(file.read_text(), repository)
+        export_shipped(repository, tmp_path / "again")
+
+    assert files
+    for file in files:
+        assert (tmp_path / "again" / file.relative_to(folder)).read_bytes() == file.read_bytes()
+
+
+def test_decisions_with_features_go_through_a_database_and_leave_the_others_as_they_were(tmp_path: Path) -> None:
+    plain = make_decision()
+    window = make_decision(cell=make_cell(features=(Feature.SOFTCAP, Feature.WINDOW), window_bucket=7))
+    text = table_text([plain, window])
+
+    with Repository.open(str(tmp_path / "t.sqlite")) as repository:
+        assert import_table(text, repository).added == 2
+        assert export_table(repository) == text
+        assert repository.decisions(cell=window.cell) == [window]
+    assert table_text([plain]).splitlines()[7] == text.splitlines()[7]
+    assert "features" not in table_text([plain])
+    assert read_table(text) == [plain, window]
