@@ -223,6 +223,7 @@ class Tier(str, Enum):
 
     EXACT = "exact"
     NEAREST = "nearest"
+    BORROWED = "borrowed"
     STALE = "stale"
     VENDOR = "vendor"
     DEFAULT = "default"

@@ -148,14 +148,16 @@ def _noise_band(fastest: _Finalist) -> float:
 
 
 def is_neighbour(cell: Cell, other: Cell) -> bool:
-    """Whether a cell differs from another by at most one bucket of each length and one class of parallelism."""
+    """Whether a cell differs from another by at most one bucket of each length, one of the window, one class."""
     classes = list(type(cell.parallelism))
     return (
-        (cell.op, cell.dtype, cell.head_dim, cell.head_dim_v, cell.mask)
-        == (other.op, other.dtype, other.head_dim, other.head_dim_v, other.mask)
+        (cell.op, cell.dtype, cell.head_dim, cell.head_dim_v, cell.mask, cell.features)
+        == (other.op, other.dtype, other.head_dim, other.head_dim_v, other.mask, other.features)
         and (cell.deterministic, cell.tf32, cell.group) == (other.deterministic, other.tf32, other.group)
         and abs(cell.q_bucket - other.q_bucket) <= 1
         and abs(cell.k_bucket - other.k_bucket) <= 1
+        and bool(cell.window_bucket) == bool(other.window_bucket)
+        and abs(cell.window_bucket - other.window_bucket) <= 1
         and abs(classes.index(cell.parallelism) - classes.index(other.parallelism)) <= 1
         and cell != other
     )

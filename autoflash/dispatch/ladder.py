@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from autoflash.device import Device, DeviceKind
 from autoflash.dispatch.table import Hit, Table
-from autoflash.problem import Cell
-from autoflash.space import catalog
+from autoflash.problem import Cell, Feature
+from autoflash.space import catalog, constraint
 from autoflash.trial import Environment, Ranked, Tier
 from autoflash.variant import Family, Variant
 
 _MOST_HITS = 3
+
+# A kernel does a little more for each pair with these, but visits the same tiles: what is fast without is seldom slow
+# with them. A window changes which tiles there are, and packed sequences how long they are.
+_NEUTRAL = (Feature.SOFTCAP, Feature.FLOAT_MASK, Feature.BOOL_MASK, Feature.DROPOUT)
 
 
 class VendorPolicy(str, Enum):
@@ -121,18 +126,46 @@ def _sum_beats_vendor(forward: Candidate, backward: Candidate, vendor_forwards: 
 
 
 def _tuned(cell: Cell, here: Here, table: Table) -> tuple[Candidate, ...]:
-    """The recorded choices for the cell, then those of the nearest cells."""
+    """The recorded choices for the cell, then those of the nearest cells, then those without neutral features."""
     candidates: dict[Variant, Candidate] = {}
     for hit in table.hits(cell, here.environment)[:_MOST_HITS]:
         for ranked in hit.decision.choices:
             candidates.setdefault(ranked.variant, _recorded(cell, here, hit, ranked))
+    for lender in _lenders(cell):
+        for hit in table.hits(lender, here.environment)[:1]:
+            for ranked in hit.decision.choices:
+                if constraint.why_unable(ranked.variant, cell) is None:
+                    candidates.setdefault(ranked.variant, _borrowed(cell, here, hit, ranked))
     return tuple(candidates.values())
+
+
+def _lenders(cell: Cell) -> Iterator[Cell]:
+    """The cell with neutral features dropped: as few as possible first, as many as there are last."""
+    neutral = [feature for feature in _NEUTRAL if feature in cell.features]
+    for count in range(1, len(neutral) + 1):
+        for dropped in itertools.combinations(neutral, count):
+            yield replace(cell, features=tuple(feature for feature in cell.features if feature not in dropped))
+
+
+def _borrowed(cell: Cell, here: Here, hit: Hit, ranked: Ranked) -> Candidate:
+    """A recorded choice for fewer features. Its text is another than the one that was timed, so it has no record."""
+    lender = hit.decision.cell
+    dropped = ", ".join(feature.value for feature in cell.features if feature not in lender.features)
+    reason = f"{cell} is not tuned; the choice for {lender}, without {dropped}: {_source(hit)}; not measured here"
+    stale = hit.decision.environment.mismatch(here.environment, ranked.variant.family)
+    if stale is not None:
+        reason = f"{stale}; {reason}"
+    return Candidate(variant=ranked.variant, tier=Tier.BORROWED, reason=reason, to_verify=True)
+
+
+def _source(hit: Hit) -> str:
+    return f"{hit.decision.reason} (from {hit.origin.words})"
 
 
 def _recorded(cell: Cell, here: Here, hit: Hit, ranked: Ranked) -> Candidate:
     decision = hit.decision
     stale = decision.environment.mismatch(here.environment, ranked.variant.family)
-    source = f"{decision.reason} (from {hit.origin.words})"
+    source = _source(hit)
     if stale is not None:
         tier, reason = Tier.STALE, f"{stale}; timing unconfirmed; was {source}"
     elif hit.is_exact:
@@ -146,10 +179,13 @@ def _recorded(cell: Cell, here: Here, hit: Hit, ranked: Ranked) -> Candidate:
 
 def _vendors(cell: Cell, here: Here, tuned: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Vendor kernels in the catalog's order, the one that was measured fastest before the others."""
+    able = catalog.vendors(cell, here.device)
+    if not able:
+        return ()
     hit = tuned[0].hit if tuned else None
     best = hit.decision.vendor if hit is not None else None
     variants = [best.variant] if best is not None else []
-    variants += [variant for variant in catalog.vendors(cell, here.device) if variant not in variants]
+    variants += [variant for variant in able if variant not in variants]
     if best is None:
         what = f"no tuned kernel for {cell}; not measured here"
         return tuple(Candidate(variant=variant, tier=Tier.VENDOR, reason=what) for variant in variants)
@@ -168,14 +204,17 @@ def _vendors(cell: Cell, here: Here, tuned: Sequence[Candidate]) -> tuple[Candid
 
 
 def _fallbacks(cell: Cell, here: Here) -> tuple[Candidate, ...]:
-    """The default of each family that runs on the device; the portable one is the last resort of a GPU."""
+    """The default of each family that has one for the device; the portable one is the last resort of a GPU."""
     on_cpu = here.device.kind is DeviceKind.CPU
     candidates = []
-    for family in catalog.families(cell.op, here.device):
+    for family in catalog.families(cell.op, here.device, cell.features):
+        space = catalog.search_space(cell, here.device, family)
+        if space.why_no_default() is not None:
+            continue
         last_resort = family is Family.TORCH_TILED and not on_cpu
         candidates.append(
             Candidate(
-                variant=catalog.search_space(cell, here.device, family).default(),
+                variant=space.default(),
                 tier=Tier.PORTABLE if last_resort else Tier.DEFAULT,
                 reason=f"not measured here: the default of {family.value} for {here.device.arch}",
                 to_verify=True,

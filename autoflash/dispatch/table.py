@@ -42,6 +42,7 @@ class Hit:
         decision: What was recorded.
         origin: Where it was read.
         distance: Buckets and classes of parallelism between its cell and the one asked for; 0 is the cell itself.
+            Features are the same.
         other_group: It was tuned for another number of query heads per key/value head.
     """
 
@@ -185,13 +186,29 @@ def _from_database(url: str) -> list[Decision]:
 
 
 def _exact(cell: Cell) -> tuple[object, ...]:
-    return (cell.op, cell.dtype, cell.head_dim, cell.head_dim_v, cell.mask, cell.deterministic, cell.tf32)
+    return (
+        cell.op,
+        cell.dtype,
+        cell.head_dim,
+        cell.head_dim_v,
+        cell.mask,
+        cell.deterministic,
+        cell.tf32,
+        cell.features,
+    )
 
 
 def _distance(cell: Cell, other: Cell) -> int:
-    """Steps of log2 between the lengths, plus classes of parallelism."""
+    """Steps of log2 between the lengths and between the windows, plus classes of parallelism."""
     return (
         abs(cell.q_bucket - other.q_bucket)
         + abs(cell.k_bucket - other.k_bucket)
+        + _window_distance(cell, other)
         + abs(_CLASSES.index(cell.parallelism) - _CLASSES.index(other.parallelism))
     )
+
+
+def _window_distance(cell: Cell, other: Cell) -> int:
+    """A window that is open to a side is one step from one as wide as the sequence."""
+    one, another = (each.window_bucket or each.k_bucket + 1 for each in (cell, other))
+    return abs(one - another) if cell.window_bucket or other.window_bucket else 0

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from autoflash.dispatch.decide import decide
-from autoflash.problem import Parallelism
+from autoflash.problem import Feature, Parallelism
 from autoflash.trial import Decision, Level, Ranked, Stage, Status, Trial
 from autoflash.variant import Family, Variant
 from tests.factories import (
@@ -141,7 +141,13 @@ def test_within_the_noise_band_a_winner_of_neighbouring_cells_wins() -> None:
 
 @pytest.mark.parametrize(
     "cell",
-    [make_cell(q_bucket=14), make_cell(head_dim=128), make_cell(group=4), make_cell(parallelism=Parallelism.LOW)],
+    [
+        make_cell(q_bucket=14),
+        make_cell(head_dim=128),
+        make_cell(group=4),
+        make_cell(parallelism=Parallelism.LOW),
+        make_cell(features=(Feature.SOFTCAP,)),
+    ],
 )
 def test_a_distant_cell_is_no_neighbour(cell: object) -> None:
     distant = make_decision(cell=cell, choices=[make_ranked(variant=FAST)])  # type: ignore[arg-type]

@@ -87,6 +87,19 @@ def test_a_kernel_of_the_nearest_cell_is_said_to_be_measured_elsewhere() -> None
     assert f"at {far}, not measured here" in str(explanation)
 
 
+def test_a_choice_that_is_borrowed_from_plain_attention_is_said_to_be_so() -> None:
+    with dispatching(FakeKernels(), tuned(reason="fastest of 5 finalists")):
+        explanation = autoflash.explain(*tensors(), softcap=30.0)
+
+    (part,) = explanation.passes
+    text = str(explanation)
+    assert (part.tier, part.variant, part.measured, part.vendor) == (Tier.BORROWED, BEST, None, None)
+    assert f"borrowed: {part.cell} is not tuned" in text
+    assert "full+softcap" in str(part.cell)
+    assert "without softcap: fastest of 5 finalists (from the tuning database)" in text
+    assert explanation.to_dict()["passes"][0]["tier"] == "borrowed"  # type: ignore[index]
+
+
 def test_both_passes_are_explained_when_gradients_are_wanted() -> None:
     with dispatching(FakeKernels(), tuned(), tuned(Pass.BACKWARD)):
         explanation = autoflash.explain(*tensors(grad=True))

@@ -10,7 +10,7 @@ from autoflash.dispatch.ladder import (
     training_ladders,
 )
 from autoflash.dispatch.table import Table
-from autoflash.problem import Cell, Pass
+from autoflash.problem import Cell, DType, Feature, Pass
 from autoflash.trial import Decision, Tier
 from autoflash.variant import Family
 from tests.factories import make_cell, make_decision, make_device, make_environment, make_ranked, make_variant
@@ -164,3 +164,91 @@ def test_training_never_uses_a_vendor_where_none_is_allowed() -> None:
 
     assert tiers(forwards) == [Tier.EXACT, Tier.EXACT, Tier.DEFAULT, Tier.PORTABLE]
     assert tiers(backwards) == [Tier.EXACT, Tier.EXACT, Tier.DEFAULT, Tier.PORTABLE]
+
+
+SOFTCAP = make_cell(features=(Feature.SOFTCAP,))
+
+
+def test_without_records_of_features_the_choice_for_plain_attention_is_borrowed() -> None:
+    candidates = rungs(VendorPolicy.ALLOW, recorded(), cell=SOFTCAP)
+
+    assert tiers(candidates) == [Tier.BORROWED, Tier.BORROWED, Tier.DEFAULT, Tier.PORTABLE]
+    first = candidates[0]
+    assert first.variant == recorded().choices[0].variant
+    assert first.to_verify
+    assert (first.ranked, first.hit) == (None, None)
+    assert f"{SOFTCAP} is not tuned; the choice for {CELL}, without softcap: fastest of 2" in first.reason
+    assert "from the tuning database" in first.reason
+
+
+def test_a_record_of_the_features_goes_before_a_borrowed_one() -> None:
+    far = make_cell(features=(Feature.SOFTCAP,), q_bucket=13)
+
+    candidates = rungs(VendorPolicy.NEVER, recorded(), recorded(far, vendor_us=None), cell=SOFTCAP)
+
+    # The variants are the same, and stand once.
+    assert tiers(candidates) == [Tier.NEAREST, Tier.NEAREST, Tier.DEFAULT, Tier.PORTABLE]
+
+
+def test_as_few_features_as_possible_are_dropped() -> None:
+    asked = make_cell(features=(Feature.SOFTCAP, Feature.WINDOW, Feature.DROPOUT), window_bucket=7)
+    window = make_cell(features=(Feature.WINDOW,), window_bucket=7)
+    softcap = make_cell(features=(Feature.SOFTCAP, Feature.WINDOW), window_bucket=7)
+    small, large = (make_variant(BLOCK_M=rows) for rows in (32, 128))
+    decisions = [
+        make_decision(cell=cell, environment=GPU.environment, choices=[make_ranked(variant=variant)])
+        for cell, variant in ((window, small), (softcap, large))
+    ]
+
+    candidates = rungs(VendorPolicy.NEVER, *decisions, cell=asked)
+
+    assert [candidate.variant for candidate in candidates[:2]] == [large, small]
+    assert "without dropout:" in candidates[0].reason
+    assert "without softcap, dropout:" in candidates[1].reason
+
+
+def test_windows_and_packed_sequences_are_never_dropped() -> None:
+    for features in ((Feature.WINDOW,), (Feature.VARLEN,), (Feature.VARLEN, Feature.WINDOW)):
+        assert tiers(rungs(VendorPolicy.NEVER, recorded(), cell=make_cell(features=features)))[0] is Tier.DEFAULT
+
+
+def test_what_cannot_do_the_features_is_not_borrowed() -> None:
+    hopper = Here(device=make_device(), environment=make_environment())
+    able = make_variant()
+    choices = [
+        make_ranked(variant=variant)
+        for variant in (make_variant(Family.GLUON_SM90), make_variant(loop_order="key_outer"), able)
+    ]
+
+    candidates = rungs(VendorPolicy.NEVER, make_decision(choices=choices), cell=SOFTCAP, here=hopper)
+
+    assert candidates[0].variant == able
+    assert tiers(candidates) == [Tier.BORROWED, Tier.DEFAULT, Tier.PORTABLE]
+    assert all(candidate.variant.family is not Family.GLUON_SM90 for candidate in candidates)
+
+
+def test_a_borrowed_record_of_another_triton_says_so() -> None:
+    old = recorded(environment=make_environment(device=DEVICE, triton="3.5"))
+
+    first = rungs(VendorPolicy.NEVER, old, cell=SOFTCAP)[0]
+
+    assert first.tier is Tier.BORROWED
+    assert first.reason.startswith("triton is '3.6' here, the record is for '3.5'; ")
+
+
+def test_features_have_no_vendor_kernel() -> None:
+    backward = make_cell(op=Pass.BACKWARD, features=(Feature.SOFTCAP,))
+    table = Table.from_decisions([recorded(), recorded(BACKWARD)])
+
+    assert rungs(VendorPolicy.ONLY, recorded(), cell=SOFTCAP) == ()
+    forwards, backwards = training_ladders(SOFTCAP, backward, GPU, table, VendorPolicy.ALLOW)
+    assert tiers(forwards)[0] is tiers(backwards)[0] is Tier.BORROWED
+    assert all(candidate.variant.family is not Family.VENDOR for candidate in (*forwards, *backwards))
+
+
+def test_heads_too_long_for_the_compiled_family_go_on_to_the_portable_one() -> None:
+    long = make_cell(dtype=DType.FP32, head_dim=576, head_dim_v=512)
+    small = Here(device=make_device("sm_86"), environment=make_environment(device=make_device("sm_86")))
+
+    assert tiers(rungs(VendorPolicy.NEVER, cell=long, here=small)) == [Tier.PORTABLE]
+    assert tiers(rungs(VendorPolicy.NEVER, cell=long)) == [Tier.DEFAULT, Tier.PORTABLE]

@@ -11,7 +11,7 @@ import pytest
 from autoflash.db.repository import Repository
 from autoflash.db.table_format import table_text
 from autoflash.dispatch.table import Origin, Table, load
-from autoflash.problem import DType, Mask, Parallelism
+from autoflash.problem import Cell, DType, Feature, Mask, Parallelism
 from tests.factories import make_cell, make_decision, make_environment
 
 HERE = make_environment()
@@ -53,6 +53,8 @@ def test_another_group_serves_only_after_every_cell_of_this_one() -> None:
         make_cell(head_dim_v=128),
         make_cell(mask=Mask.CAUSAL),
         make_cell(dtype=DType.FP32, tf32=True),
+        make_cell(features=(Feature.SOFTCAP,)),
+        make_cell(features=(Feature.WINDOW,), window_bucket=7),
     ],
 )
 def test_what_must_match_exactly_is_never_borrowed(cell: object) -> None:
@@ -106,6 +108,34 @@ def test_parallelism_counts_as_distance() -> None:
     (hit,) = table.hits(make_cell(parallelism=Parallelism.HIGH), HERE)
 
     assert hit.distance == 2
+
+
+def windowed(window_bucket: int, **sizes: int) -> Cell:
+    return make_cell(features=(Feature.WINDOW,), window_bucket=window_bucket, **sizes)  # type: ignore[arg-type]
+
+
+def test_the_nearest_window_serves() -> None:
+    table = Table.from_decisions([make_decision(cell=cell) for cell in (windowed(3), windowed(9), windowed(8))])
+
+    hits = table.hits(windowed(7), HERE)
+
+    assert [(hit.decision.cell.window_bucket, hit.distance) for hit in hits] == [(8, 1), (9, 2), (3, 4)]
+    assert not hits[0].is_exact
+
+
+@pytest.mark.parametrize(
+    ("asked", "tuned", "distance"),
+    [
+        (windowed(0), windowed(0), 0),
+        (windowed(0), windowed(0, q_bucket=12), 4),
+        (windowed(0), windowed(10), 1),
+        (windowed(8), windowed(0), 3),
+    ],
+)
+def test_a_window_open_to_a_side_is_like_one_as_wide_as_the_sequence(asked: Cell, tuned: Cell, distance: int) -> None:
+    (hit,) = Table.from_decisions([make_decision(cell=tuned)]).hits(asked, HERE)
+
+    assert hit.distance == distance
 
 
 def test_decisions_of_the_database_are_read(tmp_path: Path) -> None:
