@@ -16,7 +16,7 @@ from autoflash.evaluate.evaluator import Outcome
 from autoflash.evaluate.isolated import IsolatedEvaluator, TimeLimits
 from autoflash.problem import Form, Problem
 from autoflash.runtime.bind import bind as real_bind
-from autoflash.runtime.executable import BackwardCall, Executable, ForwardCall
+from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Executable, Extras, ForwardCall
 from autoflash.trial import Resources, Status
 from autoflash.variant import Family, Variant
 
@@ -102,23 +102,38 @@ class Faulty:
     def resources(self) -> Resources | None:
         return self.good.resources()
 
-    def prepare_forward(self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float) -> ForwardCall:
-        call = self.good.prepare_forward(problem, q, k, v, scale)
+    def prepare_forward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras = NO_EXTRAS
+    ) -> ForwardCall:
+        call = self.good.prepare_forward(problem, q, k, v, scale, extras)
 
         def faulty(
-            q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None, lse: Tensor | None = None
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            out: Tensor | None = None,
+            lse: Tensor | None = None,
+            extras: Extras = NO_EXTRAS,
         ) -> tuple[Tensor, Tensor]:
             self._before()
-            result = call(q, k, v, out, lse)
+            result = call(q, k, v, out, lse, extras)
             self._after(result[0])
             return result
 
         return faulty
 
     def prepare_backward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        scale: float,
+        extras: Extras = NO_EXTRAS,
     ) -> BackwardCall:
-        call = self.good.prepare_backward(problem, q, k, v, out, dout, scale)
+        call = self.good.prepare_backward(problem, q, k, v, out, dout, scale, extras)
 
         def faulty(
             q: Tensor,
@@ -131,9 +146,10 @@ class Faulty:
             dq: Tensor | None = None,
             dk: Tensor | None = None,
             dv: Tensor | None = None,
+            extras: Extras = NO_EXTRAS,
         ) -> tuple[Tensor, Tensor, Tensor]:
             self._before()
-            result = call(q, k, v, out, lse, dout, dlse, dq, dk, dv)
+            result = call(q, k, v, out, lse, dout, dlse, dq, dk, dv, extras)
             self._after(result[0])
             return result
 

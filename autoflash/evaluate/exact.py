@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,58 +13,67 @@ from autoflash.evaluate.semantics import Block, Semantics
 Triple = tuple[Tensor, Tensor, Tensor]
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, semantics: Semantics) -> tuple[Tensor, Tensor]:
-    """Output [B, H, M, D_V] and log-sum-exp [B, H, M]; 0 and -inf in rows that see no key, or belong to no sequence."""
-    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=torch.float64)
-    lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float64)
-    for block in semantics.blocks(q, k):
-        tile = Tile(q, k, semantics, block)
-        values = v[:, :, block.keys].double()
-        out[:, :, block.rows] = ungrouped(grouped(tile.p * semantics.kept(q, block), k) @ values, q)
-        lse[:, :, block.rows] = tile.lse.squeeze(-1)
-    return out, lse
-
-
-def backward(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, semantics: Semantics) -> Triple:
-    """Gradients by q, k and v, for tensors as in :func:`forward`."""
-    dq, dk, dv = (torch.zeros(tensor.shape, dtype=torch.float64, device=q.device) for tensor in (q, k, v))
-    for block in semantics.blocks(q, k):
-        tile = Tile(q, k, semantics, block)
-        values, douts = v[:, :, block.keys].double(), grouped(dout[:, :, block.rows].double(), k)
-        kept = semantics.kept(q, block)
-        p = tile.p
-        dp = ungrouped(douts @ values.mT, q) * kept
-        ds = p * (dp - (p * dp).sum(dim=-1, keepdim=True))
-        if dlse is not None:
-            ds += p * dlse[:, :, block.rows, None]
-        ds = grouped(ds * semantics.slope(tile.products), k)
-        dq[:, :, block.rows] = ungrouped(ds @ tile.keys, q) * semantics.scale
-        dk[:, :, block.keys] += ds.mT @ tile.queries * semantics.scale
-        dv[:, :, block.keys] += grouped(p * kept, k).mT @ douts
-    return dq, dk, dv
-
-
 class Tile:
-    """Exact probabilities of a block of rows.
+    """Exact probabilities of a block of rows, and what they are made of.
 
     Attributes:
+        block: Which rows and keys.
         queries, keys: [B, H_KV, G * m, D] and [B, H_KV, N, D].
-        products: Of queries and keys, [B, H, m, N].
         scores: Of each pair, whether it is hidden or not, [B, H, m, N].
+        slope: Derivative of the scores by the product of query and key times scale, of that shape or 1.
         p: Probabilities, [B, H, m, N]; 0 in rows that see no key.
+        kept: Factor of the probabilities that a dropout leaves, of that shape or 1.
         lse: [B, H, m, 1].
     """
 
     def __init__(self, q: Tensor, k: Tensor, semantics: Semantics, block: Block) -> None:
+        self.block = block
         self.queries = grouped(q[:, :, block.rows].double(), k)
         self.keys = k[:, :, block.keys].double()
-        self.products = ungrouped(self.queries @ self.keys.mT, q)
-        self.scores = semantics.scores(self.products, block)
+        products = ungrouped(self.queries @ self.keys.mT, q)
+        self.scores = semantics.scores(products, block)
+        self.slope = semantics.slope(products)
         hidden = semantics.hidden(block, q.device)
         s = self.scores if hidden is None else self.scores.masked_fill(hidden, -math.inf)
         self.lse = torch.logsumexp(s, dim=-1, keepdim=True)
         # A row without keys has -inf everywhere, also here; its probabilities are to be 0 and not NaN.
         self.p = torch.exp(s - self.lse.masked_fill(self.lse == -math.inf, 0.0))
+        self.kept = semantics.kept(q, block)
+
+
+def tiles(q: Tensor, k: Tensor, semantics: Semantics) -> Iterator[Tile]:
+    """All rows, in tiles made one after the other: together they hold the whole score matrix several times."""
+    return (Tile(q, k, semantics, block) for block in semantics.blocks(q, k))
+
+
+def forward(q: Tensor, v: Tensor, tiles: Iterable[Tile]) -> tuple[Tensor, Tensor]:
+    """Output [B, H, M, D_V] and log-sum-exp [B, H, M]; 0 and -inf in rows that see no key, or belong to no sequence."""
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=torch.float64)
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float64)
+    for tile in tiles:
+        rows, values = tile.block.rows, v[:, :, tile.block.keys].double()
+        out[:, :, rows] = ungrouped(grouped(tile.p * tile.kept, v) @ values, q)
+        lse[:, :, rows] = tile.lse.squeeze(-1)
+    return out, lse
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, scale: float, tiles: Iterable[Tile]
+) -> Triple:
+    """Gradients by q, k and v. ``scale`` is that of the scores."""
+    dq, dk, dv = (torch.zeros(tensor.shape, dtype=torch.float64, device=q.device) for tensor in (q, k, v))
+    for tile in tiles:
+        rows, keys, p = tile.block.rows, tile.block.keys, tile.p
+        values, douts = v[:, :, keys].double(), grouped(dout[:, :, rows].double(), k)
+        dp = ungrouped(douts @ values.mT, q) * tile.kept
+        ds = p * (dp - (p * dp).sum(dim=-1, keepdim=True))
+        if dlse is not None:
+            ds += p * dlse[:, :, rows, None]
+        ds = grouped(ds * tile.slope, k)
+        dq[:, :, rows] = ungrouped(ds @ tile.keys, q) * scale
+        dk[:, :, keys] += ds.mT @ tile.queries * scale
+        dv[:, :, keys] += grouped(p * tile.kept, k).mT @ douts
+    return dq, dk, dv
 
 
 def grouped(rows: Tensor, k: Tensor) -> Tensor:

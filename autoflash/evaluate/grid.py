@@ -6,8 +6,9 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from autoflash.evaluate.inputs import Memory
-from autoflash.problem import Alignment, DType, Pass, Problem
+from autoflash.evaluate.inputs import Lengths, Memory
+from autoflash.evaluate.masks import MaskForm, Pattern
+from autoflash.problem import Alignment, DType, Form, MaskTensor, Pass, Problem
 
 _MAX_HEADS = 8
 
@@ -17,6 +18,38 @@ _LARGEST_BLOCK = 256
 
 # Prime, and many blocks of any size.
 _LONG_SEQLEN = 4099
+
+# The features of a case are taken from these lists in turn. The numbers of entries have no common factor, so that the
+# grid sees many pairs of them. None stands for the problem's own.
+_WINDOWS: tuple[tuple[int | None, int | None] | None, ...] = (
+    None,
+    (17, 3),
+    (0, 0),
+    (None, 5),
+    (40, None),
+    (128, 128),
+    (127, 0),
+    (0, 64),
+    (5000, 1),
+)
+_MASKS = (
+    MaskForm(),
+    MaskForm(dtype=DType.FP32),
+    MaskForm(pattern=Pattern.FIRST_KEYS),
+    MaskForm(pattern=Pattern.LAST_KEYS, dtype=DType.FP16),
+    MaskForm(pattern=Pattern.PADDING),
+    MaskForm(memory=Memory.TRANSPOSED, dtype=DType.BF16),
+    MaskForm(pattern=Pattern.EACH_HEAD, memory=Memory.STRIDED),
+    MaskForm(pattern=Pattern.EACH_BATCH),
+    MaskForm(pattern=Pattern.ROWS),
+    MaskForm(pattern=Pattern.NOTHING),
+    MaskForm(pattern=Pattern.EVERYTHING),
+)
+_SOFTCAPS = (None, 12.0, 1.0, 30.0)
+_DROPOUTS = (None, 0.17, 0.9, 0.5, 0.01)
+
+# The second has bits in the upper halves of both numbers, and a negative sign.
+_RNGS = ((20_240_607, 48), (-(2**62) + 5, 2**33 + 17))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +63,10 @@ class Case:
         with_dlse: A backward also gets a gradient of the log-sum-exp.
         shared: Keys and values are expanded over the heads, and dout over everything.
         flat: All gradients have one size: see :func:`~autoflash.evaluate.inputs.draw_flat`.
+        low: All scores lie far below 0.
+        mask: What the problem's mask tensor hides, if it has one.
+        rng: Seed and offset of the problem's dropout, if it has one.
+        lengths: Queries and keys of each sequence, where they are packed.
     """
 
     problem: Problem
@@ -38,6 +75,10 @@ class Case:
     with_dlse: bool = False
     shared: bool = False
     flat: bool = False
+    low: bool = False
+    mask: MaskForm | None = None
+    rng: tuple[int, int] | None = None
+    lengths: Lengths = ()
 
     @property
     def score_scale(self) -> float:
@@ -47,18 +88,32 @@ class Case:
     @property
     def values(self) -> Case:
         """The case without what has no influence on the right results: equal cases have equal ones."""
-        return dataclasses.replace(self, memory=Memory.DENSE, problem=self.problem.replace(deterministic=False))
+        mask = None if self.mask is None else dataclasses.replace(self.mask, memory=Memory.DENSE)
+        problem = self.problem.replace(deterministic=False)
+        return dataclasses.replace(self, memory=Memory.DENSE, problem=problem, mask=mask)
 
     def __str__(self) -> str:
         """For people, such as ``113x203 causal, heads 4/2, strided``."""
         problem = self.problem
-        mask = f"{problem.mask.value} {problem.alignment.value}" if problem.causal else problem.mask.value
-        parts = [f"{problem.seqlen_q}x{problem.seqlen_k} {mask}", f"heads {problem.heads}/{problem.kv_heads}"]
+        sizes = f"{problem.seqlen_q}x{problem.seqlen_k}"
+        if self.lengths:
+            sequences = [f"{q}x{k}" for q, k in self.lengths]
+            named = "+".join(sequences) if len(sequences) < 8 else f"{len(sequences)} sequences"
+            sizes = f"packed {named} in {problem.rows_q}x{problem.rows_k}"
+        mask = problem.mask.value
+        mask += f" {problem.alignment.value}" if problem.causal or problem.has_window else ""
+        parts = [f"{sizes} {mask}", f"heads {problem.heads}/{problem.kv_heads}"]
+        parts += [f"batch {problem.batch}"] if problem.batch > 1 and not self.lengths else []
+        parts += [f"window {problem.window_left},{problem.window_right}"] if problem.has_window else []
+        parts += [f"softcap {problem.softcap:g}"] if problem.softcap else []
+        parts += [] if self.mask is None else [str(self.mask)]
+        parts += [f"dropout {problem.dropout_p:g}"] if problem.dropout_p else []
         parts += [] if self.memory is Memory.DENSE else [self.memory.value]
         parts += [] if self.scale is None else [f"scale {self.scale}"]
         parts += ["with dlse"] if self.with_dlse else []
         parts += ["expanded"] if self.shared else []
         parts += ["gradients of one size"] if self.flat else []
+        parts += ["low scores"] if self.low else []
         return ", ".join(parts)
 
 
@@ -66,19 +121,36 @@ def screen_cases(problem: Problem) -> tuple[Case, ...]:
     """The specialisation that is about to be timed, on sequences as short as it allows, and one irregular shape.
 
     A backward in bf16 also gets the smallest problem that has gradients of one size: of the other cases, none shows an
-    error of one percent there. In the other types each does.
+    error of one percent there. In the other types each does. (A dropout leaves no gradients of one size.)
     """
-    cases = (_own(problem), _case(problem, 113, 203, with_dlse=True))
-    if problem.op is Pass.BACKWARD and problem.dtype is DType.BF16:
-        return (*cases, _case(problem, 1, 2, flat=True))
-    return cases
+    irregular = _irregular(problem)
+    cases = [_own(problem), _with_features(irregular, 1)]
+    if problem.op is Pass.BACKWARD and problem.dtype is DType.BF16 and not problem.dropout_p:
+        flat = _case(problem, 1, 2, flat=True, lengths=((1, 2),))
+        bounds = {"window_left": 4, "window_right": 4} if problem.has_window else {}
+        mask = MaskForm(pattern=Pattern.NOTHING)
+        cases.append(_with_features(dataclasses.replace(flat, problem=flat.problem.replace(**bounds)), 0, mask=mask))
+    return _checked(problem, cases)
 
 
 def full_cases(problem: Problem) -> tuple[Case, ...]:
-    """The grid: every specialisation that dispatch can select, and every border that a kernel can get wrong."""
+    """The grid: every specialisation that dispatch can select, and every border that a kernel can get wrong.
+
+    All cases have the problem's form. Those of a problem with features take a window, a mask, a softcap and a dropout
+    from lists of them; packed sequences have cases of their own.
+    """
+    bare = _packed_cases(problem) if problem.is_varlen else _dense_cases(problem)
+    # Features shift against the cases by two: the screening has had the first ones.
+    cases = [_with_features(case, number) for number, case in enumerate(bare, start=2)]
+    if problem.mask_tensor is not MaskTensor.NONE or (problem.has_window and not problem.softcap):
+        low = _case(problem, 88, 448, low=problem.mask_tensor is not MaskTensor.FLOAT)
+        cases.append(_with_features(low, 1, mask=MaskForm(pattern=Pattern.FAR_BELOW)))
+    return _checked(problem, [*screen_cases(problem), *cases])
+
+
+def _dense_cases(problem: Problem) -> tuple[Case, ...]:
     top_left = Alignment.TOP_LEFT
-    cases = (
-        *screen_cases(problem),
+    return (
         # Sequences that fill every block; one head for each key head, and several.
         _case(problem, 256, 256, batch=2, kv_heads=2, group=1, with_dlse=True),
         _case(problem, 256, 512, batch=2, kv_heads=2, group=2, memory=Memory.BSHD),
@@ -105,28 +177,81 @@ def full_cases(problem: Problem) -> tuple[Case, ...]:
         _case(problem, 64, 128, scale=-0.15),
         _case(problem, 64, 128, scale=0.0),
     )
-    return tuple(dict.fromkeys(cases))
+
+
+def _packed_cases(problem: Problem) -> tuple[Case, ...]:
+    top_left = Alignment.TOP_LEFT
+    return (
+        # Sequences that fill every block; one head for each key head, and several; views of a packed q, k, v.
+        _packed(problem, ((256, 256), (512, 256)), kv_heads=2, group=1, with_dlse=True),
+        _packed(problem, ((256, 512), (128, 128)), kv_heads=2, group=2, memory=Memory.PACKED),
+        # Sequences that fill none, of one query or one key, with rows behind the last.
+        _packed(problem, ((5, 5), (63, 63), (65, 65), (1, 1), (130, 130)), tail=(7, 7), kv_heads=1, group=3),
+        _packed(problem, ((203, 113), (1, 300), (70, 1), (113, 203)), tail=(0, 300), with_dlse=True),
+        _packed(problem, ((203, 113), (31, 97), (113, 203)), tail=(300, 0), alignment=top_left, memory=Memory.STRIDED),
+        # Sequences without queries, without keys and without both: at the start, in the middle and at the end.
+        _packed(problem, ((0, 0), (40, 50), (0, 0), (0, 0), (50, 40), (0, 0)), alignment=top_left),
+        _packed(problem, ((0, 60), (60, 0), (17, 17), (0, 9), (9, 0)), tail=(3, 0), memory=Memory.BSHD),
+        _packed(problem, ((60, 0), (17, 33), (0, 60)), tail=(0, 5), memory=Memory.TRANSPOSED, with_dlse=True),
+        _packed(problem, ((5, 0),)),
+        _packed(problem, ((0, 5),), tail=(6, 0)),
+        _packed(problem, ((0, 0), (0, 0)), tail=(20, 30)),
+        # More sequences than rows of a block.
+        _packed(problem, tuple((n * 7 % 5, n * 5 % 4) for n in range(80)), tail=(1, 2), kv_heads=1),
+        # Many blocks one way or the other.
+        _packed(problem, ((3, 3), (48, _LONG_SEQLEN)), kv_heads=1),
+        _packed(problem, ((_LONG_SEQLEN, 48), (3, 3)), alignment=top_left, kv_heads=1),
+        _packed(problem, ((96, 65), (65, 96)), shared=True, kv_heads=2),
+        # Other scales than the usual one.
+        _packed(problem, ((64, 128), (30, 20)), scale=-0.15),
+        _packed(problem, ((64, 128), (30, 20)), scale=0.0),
+    )
 
 
 def determinism_case(problem: Problem, multiprocessors: int) -> Case:
     """Enough heads that there are more tiles of 128 queries or keys than multiprocessors, so that the order varies."""
     heads = _case(problem, 512, 512).problem.heads
-    return _case(problem, 512, 512, batch=multiprocessors // (heads * 4) + 1)
+    batch = multiprocessors // (heads * 4) + 1
+    case = _case(problem, 512, 512, batch=batch, lengths=((512, 512),) * batch)
+    return _checked(problem, [_with_features(case, 0)])[0]
+
+
+def _checked(problem: Problem, cases: list[Case]) -> tuple[Case, ...]:
+    """The cases without repetitions, of which each must be served by the kernel of the problem."""
+    for case in cases:
+        if Form.of(case.problem) != Form.of(problem):
+            raise AssertionError(f"{case} has the form {Form.of(case.problem)}, and not {Form.of(problem)}")
+    return tuple(dict.fromkeys(cases))
 
 
 def _own(problem: Problem) -> Case:
     batch, kv_heads = min(problem.batch, 2), min(problem.kv_heads, 2)
     if problem.group * kv_heads > _MAX_HEADS:
         batch, kv_heads = min(batch, 1), 1
-    return Case(
+    seqlen_q, seqlen_k = reduced_seqlen(problem.seqlen_q), reduced_seqlen(problem.seqlen_k)
+    case = Case(
         problem=problem.replace(
-            batch=batch,
-            heads=problem.group * kv_heads,
-            kv_heads=kv_heads,
-            seqlen_q=reduced_seqlen(problem.seqlen_q),
-            seqlen_k=reduced_seqlen(problem.seqlen_k),
+            batch=batch, heads=problem.group * kv_heads, kv_heads=kv_heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k
         )
     )
+    # A window that hides nothing at this length gives way to one that does.
+    left, right = (
+        bound if bound is None or bound < seqlen_k else seqlen_k // 3
+        for bound in (problem.window_left, problem.window_right)
+    )
+    case = dataclasses.replace(case, problem=case.problem.replace(window_left=left, window_right=right))
+    if problem.is_varlen:
+        case = _pack(case, ((seqlen_q, seqlen_k), (seqlen_q // 3, seqlen_k // 3)), (0, 0))
+    return _with_features(case, 0)
+
+
+def _irregular(problem: Problem) -> Case:
+    if problem.is_varlen:
+        lengths = ((0, 33), (113, 203), (1, 0), (64, 64), (5, 9), (0, 0))
+        return _packed(problem, lengths, tail=(9, 4), with_dlse=True)
+    # A mask may be another one for each batch entry.
+    batch = 1 if problem.mask_tensor is MaskTensor.NONE else 2
+    return _case(problem, 113, 203, batch=batch, with_dlse=True)
 
 
 def reduced_seqlen(seqlen: int) -> int:
@@ -148,10 +273,16 @@ def _case(
     with_dlse: bool = False,
     shared: bool = False,
     flat: bool = False,
+    low: bool = False,
+    lengths: Lengths = (),
+    tail: tuple[int, int] = (0, 0),
 ) -> Case:
-    """A case with the problem's own type, head dims, mask and (unless given) group."""
+    """A case with the problem's own type, head dims, mask and (unless given) group; bare of features' values.
+
+    Where the problem is of packed sequences, so is the case: of ``lengths``, or else of one sequence.
+    """
     group = min(problem.group, _MAX_HEADS) if group is None else group
-    return Case(
+    case = Case(
         problem=problem.replace(
             batch=batch,
             heads=kv_heads * group,
@@ -165,4 +296,42 @@ def _case(
         with_dlse=with_dlse and problem.op is Pass.BACKWARD,
         shared=shared,
         flat=flat,
+        low=low,
+    )
+    return _pack(case, lengths or ((seqlen_q, seqlen_k),), tail) if problem.is_varlen else case
+
+
+def _packed(problem: Problem, lengths: Lengths, **options: object) -> Case:
+    """A case of packed sequences; ``options`` are those of :func:`_case`, and ``tail``: rows behind the last one."""
+    longest = (max(length[side] for length in lengths) for side in (0, 1))
+    return _case(problem, *longest, lengths=lengths, **options)  # type: ignore[arg-type]  # typed there
+
+
+def _pack(case: Case, lengths: Lengths, tail: tuple[int, int]) -> Case:
+    packed_q, packed_k = (sum(length[side] for length in lengths) + tail[side] for side in (0, 1))
+    problem = case.problem.replace(batch=len(lengths), packed_q=packed_q, packed_k=packed_k)
+    return dataclasses.replace(case, problem=problem, lengths=lengths)
+
+
+def _with_features(case: Case, number: int, *, mask: MaskForm | None = None) -> Case:
+    """The case with values for the features of its problem: the ``number``-th of each list."""
+    problem = case.problem
+    window = _WINDOWS[number % len(_WINDOWS)]
+    if problem.has_window and window is not None:
+        problem = problem.replace(window_left=window[0], window_right=window[1])
+    if problem.softcap:
+        problem = problem.replace(softcap=_SOFTCAPS[number % len(_SOFTCAPS)] or problem.softcap)
+    if problem.dropout_p:
+        problem = problem.replace(dropout_p=_DROPOUTS[number % len(_DROPOUTS)] or problem.dropout_p)
+    if problem.mask_tensor is not MaskTensor.NONE:
+        mask = mask or _MASKS[number % len(_MASKS)]
+        if problem.mask_tensor is MaskTensor.BOOL:
+            mask = dataclasses.replace(mask, dtype=None)
+        if mask.pattern in (Pattern.PADDING, Pattern.EACH_BATCH):
+            problem = problem.replace(batch=max(problem.batch, 2))
+    return dataclasses.replace(
+        case,
+        problem=problem,
+        mask=None if problem.mask_tensor is MaskTensor.NONE else mask,
+        rng=_RNGS[number % len(_RNGS)] if problem.dropout_p else None,
     )

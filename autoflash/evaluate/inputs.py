@@ -10,17 +10,25 @@ import torch
 from torch import Tensor
 
 from autoflash.problem import DType, Pass, Problem
+from autoflash.runtime.executable import NO_EXTRAS, Extras
 from autoflash.runtime.layouts import TORCH_TYPES
 
 # NaNs with a payload that no arithmetic gives: a canary that is overwritten with NaN is seen too.
 _CANARIES = {torch.float16: 0x7E5A, torch.bfloat16: 0x7FDA, torch.float32: 0x7FC0A55A}
-_BITS = {2: torch.int16, 4: torch.int32}
+_CANARIES |= {torch.bool: 0x5A, torch.int32: 0x5AA55AA5, torch.int64: 0x5AA55AA55AA55AA5}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # On each side of a tensor; more than a block of 128 rows of the widest heads may overrun. Keeps 16-byte alignment.
 _MARGIN = 1 << 15
 
 # Every block size is a multiple of 16, so that its first and last key are the first or last of some 16.
 _BLOCK_STEP = 16
+
+# Where low scores lie: a maximum that starts at 0, and not at -inf, leaves nothing of their row.
+_LOW = -150.0
+
+# Of a factor of queries: their products with keys shall be finite in fp16.
+_MOST = 1000.0
 
 
 class Memory(str, Enum):
@@ -50,6 +58,7 @@ class Inputs:
         q, k, v: [B, H, M, D], [B, H_KV, N, D], [B, H_KV, N, D_V].
         dout: Gradient of the output, [B, H, M, D_V].
         dlse: Gradient of the log-sum-exp, [B, H, M] in float32.
+        extras: What the problem has beside these; a mask is not expanded.
     """
 
     q: Tensor
@@ -57,38 +66,68 @@ class Inputs:
     v: Tensor
     dout: Tensor
     dlse: Tensor
+    extras: Extras = NO_EXTRAS
 
 
-def draw(problem: Problem, scale: float, *, shared: bool = False, device: str = "cpu") -> Inputs:
+Lengths = tuple[tuple[int, int], ...]
+"""Queries and keys of each packed sequence."""
+
+
+def draw(
+    problem: Problem,
+    scale: float,
+    *,
+    shared: bool = False,
+    low: bool = False,
+    lengths: Lengths = (),
+    device: str = "cpu",
+) -> Inputs:
     """Draw the same normal numbers on every device, and plant keys in half of the rows.
 
     A planted row points at one key so strongly that this key decides its output: the first or the last one of some
-    block, whatever the block size; under a causal mask also the last key that the row sees, or the first one that it
-    must not see. The other half stays random, where many keys take part.
+    block, whatever the block size; under a causal mask or a window also the last key that the row sees on either side,
+    or the first one that it must not see. The other half stays random, where many keys take part; under a softcap, some
+    of these rows have scores of its size, and some far beyond it. Rows behind the last packed sequence are NaN.
 
     Args:
-        problem: Gives shapes, type and mask.
+        problem: Gives shapes, type, mask, window and softcap.
         scale: Factor of the scores, which the strength of a plant depends on.
         shared: Keys and values are equal in all heads, and so are all elements of dout.
+        low: All scores lie far below 0.
+        lengths: Of packed sequences, from the first rows on; empty where nothing is packed.
         device: Where the tensors shall lie.
     """
     generator = torch.Generator().manual_seed(problem.seqlen_q * 7919 + problem.seqlen_k)
-    batch, heads, kv_heads = problem.batch, problem.heads, problem.kv_heads
+    batch, heads, kv_heads = problem.tensor_batch, problem.heads, problem.kv_heads
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    q = normal(batch, heads, problem.seqlen_q, problem.head_dim)
-    k = normal(batch, 1 if shared else kv_heads, problem.seqlen_k, problem.head_dim)
-    v = normal(batch, 1 if shared else kv_heads, problem.seqlen_k, problem.head_dim_v)
+    q = normal(batch, heads, problem.rows_q, problem.head_dim)
+    k = normal(batch, 1 if shared else kv_heads, problem.rows_k, problem.head_dim)
+    v = normal(batch, 1 if shared else kv_heads, problem.rows_k, problem.head_dim_v)
     k, v = k.expand(-1, kv_heads, -1, -1), v.expand(-1, kv_heads, -1, -1)
-    dout = normal(batch, heads, problem.seqlen_q, problem.head_dim_v)
+    dout = normal(batch, heads, problem.rows_q, problem.head_dim_v)
     if shared:
         dout = torch.ones(()).expand_as(dout)
-    _plant(q, k, problem, scale)
+    dlse = normal(batch, heads, problem.rows_q)
+    if not problem.is_varlen:
+        _plant(q, k, problem, scale)
+    end_q = end_k = 0
+    for length_q, length_k in lengths:
+        rows, keys = slice(end_q, end_q + length_q), slice(end_k, end_k + length_k)
+        _plant(q[:, :, rows], k[:, :, keys], _one_sequence(problem, length_q, length_k), scale)
+        end_q, end_k = rows.stop, keys.stop
+    if low:
+        k = k.clone()
+        q[..., 0], k[..., 0] = 8.0, _LOW / (8.0 * scale)
+    if problem.is_varlen:
+        k, v, dout = k.clone(), v.clone(), dout.clone()
+        for tensor, end in ((q, end_q), (k, end_k), (v, end_k), (dout, end_q), (dlse, end_q)):
+            tensor[:, :, end:] = math.nan
     dtype = TORCH_TYPES[problem.dtype]
     q, k, v, dout = (tensor.to(device=device, dtype=dtype).contiguous() for tensor in (q, k, v, dout))
-    return Inputs(q=q, k=k, v=v, dout=dout, dlse=normal(batch, heads, problem.seqlen_q).to(device))
+    return Inputs(q=q, k=k, v=v, dout=dout, dlse=dlse.to(device))
 
 
 def draw_flat(problem: Problem, scale: float, *, device: str = "cpu") -> Inputs:
@@ -129,6 +168,11 @@ def block_borders(seqlen_k: int) -> Tensor:
     return torch.cat([keys[-1:], keys[:1], inner])
 
 
+def _one_sequence(problem: Problem, seqlen_q: int, seqlen_k: int) -> Problem:
+    """The problem that one packed sequence is."""
+    return problem.replace(batch=1, packed_q=None, packed_k=None, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+
+
 def _plant(q: Tensor, k: Tensor, problem: Problem, scale: float) -> None:
     """Turn half of the rows of q [B, H, M, D] towards a key each, in place."""
     batch, heads, seqlen_q, head_dim = q.shape
@@ -139,17 +183,35 @@ def _plant(q: Tensor, k: Tensor, problem: Problem, scale: float) -> None:
     heads_before = torch.arange(batch * heads).view(batch, heads, 1)
     planted = (rows + heads_before) % 2 == 0  # [B, H, M]
     turn = (rows + heads_before) // 2
-    borders = block_borders(seqlen_k)
+    borders, edges = block_borders(seqlen_k), _edges(problem)
     # 37 has no common factor with most lengths: neighbouring rows point far apart, and in time to every border.
-    target = borders[((turn // 3 if problem.causal else turn) + heads_before * 5) * 37 % len(borders)]
-    if problem.causal:
-        edge = (rows + problem.diagonal).expand_as(target)
-        target = torch.where(turn % 3 == 1, edge, torch.where(turn % 3 == 2, edge + 1, target)).clamp(0, seqlen_k - 1)
+    target = borders[(turn // (len(edges) + 1) + heads_before * 5) * 37 % len(borders)]
+    for number, edge in enumerate(edges, start=1):
+        at_edge = (rows + problem.diagonal + edge).clamp(0, seqlen_k - 1)
+        target = torch.where(turn % (len(edges) + 1) == number, at_edge, target)
     group = heads // problem.kv_heads
     keys = k.repeat_interleave(group, dim=1).gather(2, target[..., None].expand(-1, -1, -1, head_dim))
-    strength = _strength(problem)
+    strength = _before_softcap(_strength(problem), problem.softcap)
     towards = keys * (strength / (scale * (keys * keys).sum(dim=-1, keepdim=True)))
     q[planted] = towards[planted]
+    if problem.softcap:
+        spread = abs(scale) * math.sqrt(head_dim)
+        reaching = max(problem.softcap / 2, 1.0) / spread
+        beyond = min(50.0 * problem.softcap / spread, _MOST)
+        q[~planted & (turn % 3 == 1)] *= min(reaching, _MOST)
+        q[~planted & (turn % 9 == 2)] *= beyond
+
+
+def _edges(problem: Problem) -> list[int]:
+    """The last keys that a row sees and the first that it does not, counted from its position."""
+    right = 0 if problem.causal else problem.window_right
+    edges = [] if right is None else [right, right + 1]
+    return edges + ([] if problem.window_left is None else [-problem.window_left, -problem.window_left - 1])
+
+
+def _before_softcap(score: float, softcap: float) -> float:
+    """The score that a softcap makes this one of, or nearly its bound."""
+    return softcap * math.atanh(min(score / softcap, 0.95)) if softcap else score
 
 
 def _strength(problem: Problem) -> float:
@@ -167,7 +229,7 @@ class Guarded:
     """A tensor inside a larger buffer that nobody may write to, except for the tensor's own elements if allowed."""
 
     def __init__(self, values: Tensor, memory: Memory) -> None:
-        """Copy values [B, H, S, X] or [B, H, S] into guarded memory.
+        """Copy values [B, H, S, X] or [B, H, S] into guarded memory; those of lower rank stay contiguous.
 
         Of elements that share an address, the first one's value is taken.
         """
@@ -208,6 +270,8 @@ class Guarded:
 def _layout(values: Tensor, memory: Memory) -> tuple[tuple[int, ...], int]:
     """Strides and offset in elements."""
     rank = values.dim()
+    if rank < 3:
+        return values.contiguous().stride(), 0
     heads, seqlen = values.shape[1:3]
     width = values.shape[3] if rank == 4 else 1
     if memory is Memory.BSHD:

@@ -102,7 +102,7 @@ def attention(
     semantics = Semantics.of(
         q, k, causal=causal, scale=scale, window=window, softcap=softcap, mask=mask, dropout_p=dropout_p, rng=rng
     )
-    out, lse = exact.forward(q, k, v, semantics)
+    out, lse = exact.forward(q, v, exact.tiles(q, k, semantics))
     return (out, lse) if return_lse else out
 
 
@@ -133,7 +133,7 @@ def gradients(
     semantics = Semantics.of(
         q, k, causal=causal, scale=scale, window=window, softcap=softcap, mask=mask, dropout_p=dropout_p, rng=rng
     )
-    return exact.backward(q, k, v, dout, dlse, semantics)
+    return exact.backward(q, k, v, dout, dlse, semantics.scale, exact.tiles(q, k, semantics))
 
 
 @overload
@@ -206,7 +206,7 @@ def attention_varlen(
     semantics = Semantics.of(
         *packed[:2], causal=causal, scale=scale, window=window, softcap=softcap, mask=None, dropout_p=dropout_p, rng=rng
     ).packed(cu_seqlens_q, cu_seqlens_k)
-    out, lse = exact.forward(*packed, semantics)
+    out, lse = exact.forward(packed[0], packed[2], exact.tiles(*packed[:2], semantics))
     return (_unpacked(out), lse[0]) if return_lse else _unpacked(out)
 
 
@@ -231,7 +231,9 @@ def gradients_varlen(
     semantics = Semantics.of(
         *packed[:2], causal=causal, scale=scale, window=window, softcap=softcap, mask=None, dropout_p=dropout_p, rng=rng
     ).packed(cu_seqlens_q, cu_seqlens_k)
-    dq, dk, dv = exact.backward(*packed, dout.transpose(0, 1)[None], None if dlse is None else dlse[None], semantics)
+    douts, dlses = dout.transpose(0, 1)[None], None if dlse is None else dlse[None]
+    tiles = exact.tiles(*packed[:2], semantics)
+    dq, dk, dv = exact.backward(*packed, douts, dlses, semantics.scale, tiles)
     return _unpacked(dq), _unpacked(dk), _unpacked(dv)
 
 

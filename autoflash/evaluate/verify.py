@@ -6,7 +6,6 @@ dtype makes on the same inputs, so that one rule serves every dtype and shape. D
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,56 +15,18 @@ import torch
 from torch import Tensor
 
 from autoflash.device import Device
-from autoflash.evaluate import exact, yardstick
+from autoflash.evaluate.expected import Expected, Limit, expanded, expected
 from autoflash.evaluate.grid import Case, determinism_case, full_cases, screen_cases
-from autoflash.evaluate.inputs import Guarded, Inputs, Memory, draw, draw_flat
-from autoflash.evaluate.semantics import Semantics
+from autoflash.evaluate.inputs import Guarded, Memory
 from autoflash.problem import Pass, Problem
-from autoflash.runtime.executable import Executable
+from autoflash.runtime.executable import Executable, Extras
 from autoflash.trial import Level, Verification
 from autoflash.variant import Family
 
 WORST_RATIO = 1e9
 """Stands for an error without measure (NaN, a damaged input): records cannot hold infinity."""
 
-_MAX_FACTOR = 2.0
-_MEAN_FACTORS = {torch.float16: 1.1, torch.bfloat16: 1.1, torch.float32: 3.0}
-_TERM_ROUNDINGS = 2.0
 _LAUNCHES = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limit:
-    """What one output should be, and how far from it it may be.
-
-    Attributes:
-        exact: The float64 reference.
-        max_error, mean_error: Allowed absolute errors.
-        zero: Elements that must be exactly 0: those of rows that see no key. None where there are none.
-    """
-
-    exact: Tensor
-    max_error: float
-    mean_error: float
-    zero: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """Inputs of a case with everything that its outputs are compared with.
-
-    Attributes:
-        inputs: What the kernel gets.
-        out, lse: Exact output and log-sum-exp, float64; a backward gets them rounded.
-        limits: By name of output: ``out``, or ``dq``, ``dk``, ``dv``.
-        lse_slack: Allowed error of the log-sum-exp beside the fixed rule; 0 but for TF32.
-    """
-
-    inputs: Inputs
-    out: Tensor
-    lse: Tensor
-    limits: tuple[tuple[str, Limit], ...]
-    lse_slack: float
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -121,14 +82,14 @@ def compare(name: str, actual: Tensor, limit: Limit) -> Finding:
     if not math.isfinite(mean):
         return Finding(WORST_RATIO, f"{name} has elements that are not finite, or were not written")
     if wrong_zeros > 0.0:
-        return Finding(WORST_RATIO, f"{name} is not 0 in a row that sees no key")
+        return Finding(WORST_RATIO, f"{name} is not 0 in a row that sees no key, or belongs to no sequence")
     return max(
         _finding(largest, limit.max_error, f"largest error of {name}"),
         _finding(mean, limit.mean_error, f"mean error of {name}"),
     )
 
 
-def compare_lse(actual: Tensor, exact: Tensor, slack: float = 0.0) -> Finding:
+def compare_lse(actual: Tensor, exact: Tensor, slack: Tensor | float = 0.0) -> Finding:
     """Apply the rule for the log-sum-exp: 1e-4 + 32 eps32 |exact|, and -inf exactly where no key is visible."""
     if actual.shape != exact.shape or actual.dtype != torch.float32:
         return Finding(WORST_RATIO, f"lse is {actual.dtype} {list(actual.shape)} for float32 {list(exact.shape)}")
@@ -169,13 +130,13 @@ def _verify_cases(executable: Executable, cases: Sequence[Case], device: str) ->
 
 def _verify_case(executable: Executable, case: Case, device: str) -> Finding | str:
     """The worst finding of one case, or the reason why the executable refuses it."""
-    expected = _expected(case.values, device, _has_lse(executable))
-    inputs = _place_inputs(executable, case, expected)
+    wanted = expected(case.values, device, _has_lse(executable))
+    inputs = _place_inputs(executable, case, wanted)
     tensors = [inputs[name].tensor for name in ("q", "k", "v", *(["dout"] if "dout" in inputs else []))]
     refusal = executable.why_not(case.problem, *tensors)
     if refusal is not None:
         return refusal
-    outputs = _place_outputs(executable, case, expected)
+    outputs = _place_outputs(executable, case, wanted)
     results = _launch(executable, case, inputs, outputs)
     findings = [
         Finding(WORST_RATIO, f"{name} was written to, and is an input")
@@ -187,16 +148,16 @@ def _verify_case(executable: Executable, case: Case, device: str) -> Finding | s
             findings.append(Finding(WORST_RATIO, f"{name} was given and not returned"))
         if not guarded.is_unchanged_outside():
             findings.append(Finding(WORST_RATIO, f"memory around {name} was written to"))
-    findings += [compare(name, results[name], limit) for name, limit in expected.limits]
+    findings += [compare(name, results[name], limit) for name, limit in wanted.limits]
     if "lse" in results and _has_lse(executable):
-        findings.append(compare_lse(results["lse"], expected.lse, expected.lse_slack))
+        findings.append(compare_lse(results["lse"], wanted.lse, wanted.lse_slack))
     worst = max(findings)
     return Finding(worst.ratio, f"{worst.words} ({case})")
 
 
 def _verify_determinism(executable: Executable, case: Case, device: str) -> Finding:
     """Launch often, with more tiles than multiprocessors: that can refute determinism, never prove it."""
-    inputs = _place_inputs(executable, case, _expected(case.values, device, _has_lse(executable)))
+    inputs = _place_inputs(executable, case, expected(case.values, device, _has_lse(executable)))
     first = {name: tensor.clone() for name, tensor in _launch(executable, case, inputs, {}).items()}
     for _ in range(_LAUNCHES - 1):
         for name, tensor in _launch(executable, case, inputs, {}).items():
@@ -205,29 +166,32 @@ def _verify_determinism(executable: Executable, case: Case, device: str) -> Find
     return Finding(0.0, f"{_LAUNCHES} launches gave the same bits ({case})")
 
 
-def _place_inputs(executable: Executable, case: Case, expected: Expected) -> dict[str, Guarded]:
+def _place_inputs(executable: Executable, case: Case, wanted: Expected) -> dict[str, Guarded]:
     """The tensors of a call in guarded memory, by name. Log-sum-exps are contiguous everywhere."""
-    values, memory = expected.inputs, case.memory
+    values, memory = wanted.inputs, case.memory
     key_memory = Memory.SHARED_HEAD if case.shared else memory
     placed = {
         "q": Guarded(values.q, memory),
         "k": Guarded(values.k, key_memory),
         "v": Guarded(values.v, key_memory),
     }
+    for name, tensor in values.extras._asdict().items():
+        if tensor is not None:
+            placed[name] = Guarded(tensor, case.mask.memory if name == "mask" and case.mask else Memory.DENSE)
     if case.problem.op is Pass.BACKWARD:
-        placed["out"] = Guarded(expected.out.to(values.q.dtype), memory)
-        placed["lse"] = Guarded(expected.lse.float(), Memory.DENSE)
+        placed["out"] = Guarded(wanted.out.to(values.q.dtype), memory)
+        placed["lse"] = Guarded(wanted.lse.float(), Memory.DENSE)
         placed["dout"] = Guarded(values.dout, Memory.SHARED_ELEMENT if case.shared else memory)
         if case.with_dlse and _has_lse(executable):
             placed["dlse"] = Guarded(values.dlse, Memory.DENSE)
     return placed
 
 
-def _place_outputs(executable: Executable, case: Case, expected: Expected) -> dict[str, Guarded]:
+def _place_outputs(executable: Executable, case: Case, wanted: Expected) -> dict[str, Guarded]:
     """Outputs for the kernel to write into, full of NaN; a vendor's kernel allocates its own."""
     if executable.variant.family is Family.VENDOR:
         return {}
-    values, memory = expected.inputs, case.memory
+    values, memory = wanted.inputs, case.memory
     if case.problem.op is Pass.BACKWARD:
         models = {"dq": values.q, "dk": values.k, "dv": values.v}
         return {name: Guarded.unwritten(model, memory) for name, model in models.items()}
@@ -243,12 +207,13 @@ def _launch(
     given = {name: guarded.tensor for name, guarded in inputs.items()}
     written = {name: guarded.tensor for name, guarded in outputs.items()}
     q, k, v = given["q"], given["k"], given["v"]
+    extras = expanded(Extras(**{name: given.get(name) for name in Extras._fields}), q, k)
     if case.problem.op is Pass.FORWARD:
-        forward = executable.prepare_forward(case.problem, q, k, v, case.score_scale)
-        results = forward(q, k, v, out=written.get("out"), lse=written.get("lse"))
+        forward = executable.prepare_forward(case.problem, q, k, v, case.score_scale, extras)
+        results = forward(q, k, v, out=written.get("out"), lse=written.get("lse"), extras=extras)
         return dict(zip(("out", "lse"), results, strict=True))
     out, dout = given["out"], given["dout"]
-    backward = executable.prepare_backward(case.problem, q, k, v, out, dout, case.score_scale)
+    backward = executable.prepare_backward(case.problem, q, k, v, out, dout, case.score_scale, extras)
     grads = backward(
         q,
         k,
@@ -260,65 +225,9 @@ def _launch(
         dq=written.get("dq"),
         dk=written.get("dk"),
         dv=written.get("dv"),
+        extras=extras,
     )
     return dict(zip(("dq", "dk", "dv"), grads, strict=True))
-
-
-@functools.lru_cache(maxsize=64)
-def _expected(case: Case, device: str, has_lse: bool) -> Expected:
-    """Inputs, exact results and limits of a case; computed once for all the kernels that are compared on it."""
-    problem, scale = case.problem, case.score_scale
-    semantics = Semantics.of_problem(problem, scale)
-    if case.flat:
-        inputs = draw_flat(problem, scale, device=device)
-    else:
-        inputs = draw(problem, scale, shared=case.shared, device=device)
-    q, k, v = inputs.q, inputs.k, inputs.v
-    out, lse = exact.forward(q, k, v, semantics)
-    blind = (lse == -math.inf)[..., None]  # [B, H, M, 1]
-    zero = blind if bool(blind.any()) else None
-    if problem.op is Pass.FORWARD:
-        plain, plain_lse = yardstick.plain(q, k, v, semantics)
-        slack = 2.0 * _largest((plain_lse - lse)[lse > -math.inf]) if problem.tf32 else 0.0
-        terms = yardstick.magnitude(q, k, v, semantics)
-        limit = _limit(out, plain, terms, zero)
-        return Expected(inputs=inputs, out=out, lse=lse, limits=(("out", limit),), lse_slack=slack)
-    dlse = inputs.dlse if case.with_dlse and has_lse else None
-    right = exact.backward(q, k, v, inputs.dout, dlse, semantics)
-    by_torch = yardstick.plain_gradients(q, k, v, inputs.dout, dlse, semantics)
-    magnitudes = yardstick.gradient_magnitudes(q, k, v, inputs.dout, semantics)
-    limits = tuple(
-        (name, _limit(formula, plain, terms, zero if name == "dq" else None))
-        for name, formula, plain, terms in zip(("dq", "dk", "dv"), right, by_torch, magnitudes, strict=True)
-    )
-    return Expected(inputs=inputs, out=out, lse=lse, limits=limits, lse_slack=0.0)
-
-
-def _limit(exact: Tensor, plain: Tensor, terms: Tensor, zero: Tensor | None) -> Limit:
-    """Allowed errors: those of torch math in the same dtype times a factor, and a few roundings of the output.
-
-    In float32, where right kernels differ by the order of their sums alone and few elements decide the largest error,
-    a few roundings of what is summed are allowed as well (``terms``, as :func:`yardstick.magnitude` gives them).
-    """
-    dtype = plain.dtype
-    plain_error = (plain.double() - exact).abs()
-    rounded = exact.to(dtype).double()
-    # Each step is rounded to the output's dtype, but 0.3 itself is not: it differs between devices if torch does it.
-    there = (rounded + 0.3).to(dtype).double()
-    atol = 2.0 * _largest((there - 0.3).to(dtype).double() - rounded)
-    if dtype is torch.float32:
-        atol += _TERM_ROUNDINGS * torch.finfo(dtype).eps * _largest(terms)
-    mean = plain_error.mean().item() if plain_error.numel() else 0.0
-    return Limit(
-        exact=exact,
-        max_error=_MAX_FACTOR * _largest(plain_error) + atol,
-        mean_error=_MEAN_FACTORS[dtype] * mean + atol / 8.0,
-        zero=zero,
-    )
-
-
-def _largest(values: Tensor) -> float:
-    return float(values.abs().max().item()) if values.numel() else 0.0
 
 
 @contextmanager

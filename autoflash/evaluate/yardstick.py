@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -49,42 +50,52 @@ def plain_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor 
     return dq, dk, dv
 
 
-def magnitude(q: Tensor, k: Tensor, v: Tensor, semantics: Semantics) -> Tensor:
+def magnitude(q: Tensor, v: Tensor, semantics: Semantics, tiles: Iterable[Tile]) -> Tensor:
     """What the rounding of the output is proportional to, [B, H, M, D_V] in float64.
 
     It is the sum that makes up the output with every term taken absolutely, and a probability counted as often as
     the terms of its score add up to: the rounding of a score is a relative error of its exponential.
     """
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=torch.float64)
-    for block in semantics.blocks(q, k):
-        p = _weights(Tile(q, k, semantics, block), semantics) * semantics.kept(q, block)
-        out[:, :, block.rows] = ungrouped(grouped(p, k) @ v[:, :, block.keys].double().abs(), q)
+    for tile in tiles:
+        p = tile.p * (1.0 + _terms(tile, semantics)) * tile.kept
+        out[:, :, tile.block.rows] = ungrouped(grouped(p, v) @ v[:, :, tile.block.keys].double().abs(), q)
     return out
 
 
-def gradient_magnitudes(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, semantics: Semantics) -> Triple:
+def lse_magnitude(q: Tensor, semantics: Semantics, tiles: Iterable[Tile]) -> Tensor:
+    """As :func:`magnitude`, for the log-sum-exp, [B, H, M]."""
+    lse = q.new_zeros(q.shape[:3], dtype=torch.float64)
+    for tile in tiles:
+        lse[:, :, tile.block.rows] = (tile.p * _terms(tile, semantics)).sum(dim=-1)
+    return lse
+
+
+def gradient_magnitudes(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, semantics: Semantics, tiles: Iterable[Tile]
+) -> Triple:
     """As :func:`magnitude`, for dq, dk and dv.
 
     Where one key is visible, for example, dq is exactly 0 as the difference of two equal numbers, and this is not.
     """
     dq, dk, dv = (torch.zeros(tensor.shape, dtype=torch.float64, device=q.device) for tensor in (q, k, v))
     scale = abs(semantics.scale)
-    for block in semantics.blocks(q, k):
-        tile = Tile(q, k, semantics, block)
-        douts, kept = grouped(dout[:, :, block.rows].double().abs(), k), semantics.kept(q, block)
-        p = _weights(tile, semantics)
-        dp = ungrouped(douts @ v[:, :, block.keys].double().abs().mT, q) * kept
+    for tile in tiles:
+        rows, keys = tile.block.rows, tile.block.keys
+        douts = grouped(dout[:, :, rows].double().abs(), k)
+        p = tile.p * (1.0 + _terms(tile, semantics))
+        dp = ungrouped(douts @ v[:, :, keys].double().abs().mT, q) * tile.kept
         ds = grouped(p * dp + p * (p * dp).sum(dim=-1, keepdim=True), k)
-        dq[:, :, block.rows] = ungrouped(ds @ tile.keys.abs(), q) * scale
-        dk[:, :, block.keys] += ds.mT @ tile.queries.abs() * scale
-        dv[:, :, block.keys] += grouped(p * kept, k).mT @ douts
+        dq[:, :, rows] = ungrouped(ds @ tile.keys.abs(), q) * scale
+        dk[:, :, keys] += ds.mT @ tile.queries.abs() * scale
+        dv[:, :, keys] += grouped(p * tile.kept, k).mT @ douts
     return dq, dk, dv
 
 
-def _weights(tile: Tile, semantics: Semantics) -> Tensor:
-    """Probabilities, each times one more than the sum of the absolute terms of its score."""
-    terms = ungrouped(tile.queries.abs() @ tile.keys.abs().mT, tile.products) * abs(semantics.scale)
+def _terms(tile: Tile, semantics: Semantics) -> Tensor:
+    """What the terms of each score add up to, [B, H, m, N]."""
+    terms = ungrouped(tile.queries.abs() @ tile.keys.abs().mT, tile.scores) * abs(semantics.scale)
     if semantics.softcap or semantics.mask is not None:
         # The cap takes on little of the products' rounding where it is near; the sum with a mask is rounded again.
-        terms = terms * semantics.slope(tile.products) + tile.scores.abs()
-    return tile.p * (1.0 + terms)
+        terms = terms * tile.slope + tile.scores.abs()
+    return terms

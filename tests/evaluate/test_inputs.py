@@ -13,7 +13,8 @@ from tests.factories import make_problem
 
 def problem_of(**changes):
     sizes = {"batch": 1, "heads": 4, "kv_heads": 2, "head_dim": 64, "seqlen_q": 256, "seqlen_k": 256}
-    return make_problem(**{**sizes, **changes})
+    plain = {name: changes.pop(name) for name in list(changes) if name in {*sizes, "op", "dtype", "mask"}}
+    return make_problem(**{**sizes, **plain}).replace(**changes)
 
 
 def probabilities(problem, inputs, scale):
@@ -117,6 +118,65 @@ def test_flat_inputs_have_gradients_of_one_size(head_dim, group):
         torch.testing.assert_close(grad.abs(), torch.full_like(grad, 0.875), rtol=0.01, atol=0.0)
 
 
+def test_the_keys_at_both_edges_of_a_window_decide_rows_and_those_beyond_would():
+    problem = problem_of(dtype=DType.FP32, head_dim=128, window_left=40, window_right=9)
+    inputs = draw(problem.replace(dtype=DType.FP16), 0.1)
+
+    p = probabilities(problem, inputs, 0.1)
+
+    for distance in (-41, -40, 9, 10):
+        at_edge = p.diagonal(offset=distance, dim1=-2, dim2=-1)
+        assert (at_edge > 0.9).float().mean() > 0.05
+
+
+def test_scores_reach_a_softcap_and_go_far_beyond_it():
+    problem = problem_of(softcap=20.0)
+    inputs = draw(problem, 0.125)
+
+    s = (inputs.q.double() @ inputs.k.double().repeat_interleave(2, dim=1).mT * 0.125).abs()
+
+    most = s.amax(dim=-1)
+    assert (most < 10).any()
+    assert ((most > 20) & (most < 60)).float().mean() > 0.1
+    assert (most > 500).float().mean() > 0.02
+    assert s.isfinite().all()
+
+
+def test_a_plant_has_its_strength_after_the_softcap():
+    problem = problem_of(softcap=12.0)
+    inputs = draw(problem, 0.125)
+
+    s = inputs.q.double() @ inputs.k.double().repeat_interleave(2, dim=1).mT * 0.125
+    p = torch.softmax(12.0 * torch.tanh(s / 12.0), dim=-1)
+
+    assert (p.amax(dim=-1) > 0.85).float().mean() > 0.4
+
+
+def test_low_scores_all_lie_far_below_0():
+    problem = problem_of()
+    inputs = draw(problem, 0.125, low=True)
+
+    s = inputs.q.double() @ inputs.k.double().repeat_interleave(2, dim=1).mT * 0.125
+
+    assert s.max() < -100
+
+
+def test_each_packed_sequence_has_its_own_plants_and_nothing_lies_behind_the_last():
+    lengths = ((0, 30), (64, 100), (5, 0), (40, 40))
+    problem = problem_of(mask=Mask.CAUSAL, batch=4, packed_q=120, packed_k=175)
+
+    inputs = draw(problem, 0.125, lengths=lengths)
+
+    assert inputs.q.shape == (1, 4, 120, 64)
+    for tensor, end in ((inputs.q, 109), (inputs.k, 170), (inputs.v, 170), (inputs.dout, 109), (inputs.dlse, 109)):
+        assert tensor[:, :, :end].isfinite().all()
+        assert tensor[:, :, end:].isnan().all()
+    s = inputs.q[:, :, 0:64].double() @ inputs.k[:, :, 30:130].double().repeat_interleave(2, dim=1).mT * 0.125
+    p = torch.softmax(s, dim=-1)
+    for distance in (36, 37):
+        assert (p.diagonal(offset=distance, dim1=-2, dim2=-1) > 0.9).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("memory", Memory)
 def test_guarded_memory_holds_the_values_in_its_layout(memory, dtype):
@@ -184,6 +244,24 @@ def test_a_gap_between_rows_is_outside():
     tensor.as_strided((1,), (1,), tensor.storage_offset() + 8).fill_(0.0)
 
     assert not guarded.is_unchanged_outside()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([True, False, True]).view(1, 1, 1, 3),
+        torch.tensor([0, 4, 9], dtype=torch.int32),
+        torch.tensor([-(2**62), 2**33]),
+    ],
+)
+def test_masks_and_numbers_can_be_guarded(values):
+    guarded = Guarded(values, Memory.DENSE)
+
+    assert torch.equal(guarded.tensor, values)
+    assert guarded.tensor.is_contiguous()
+    assert guarded.is_unchanged()
+    guarded.tensor[..., -1] = 1 - guarded.tensor[..., -1].long()
+    assert not guarded.is_unchanged()
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 5, 8), (2, 3, 0, 8)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autoflash.errors import InvalidProblemError
-from autoflash.evaluate import reference, semantics, yardstick
+from autoflash.evaluate import exact, reference, semantics, yardstick
 from autoflash.evaluate.philox import philox
 from autoflash.evaluate.semantics import Semantics
 
@@ -98,14 +98,24 @@ def semantics_of(q, k, **options):
     return Semantics.of(q, k, **{**plain, "rng": None, **options})
 
 
+def magnitude(q, k, v, **options):
+    semantics = semantics_of(q, k, **options)
+    return yardstick.magnitude(q, v, semantics, exact.tiles(q, k, semantics))
+
+
+def gradient_magnitudes(q, k, v, dout, **options):
+    semantics = semantics_of(q, k, **options)
+    return yardstick.gradient_magnitudes(q, k, v, dout, semantics, exact.tiles(q, k, semantics))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_plain_rounds_each_step_and_sets_blind_rows_to_zero(dtype):
     q, k, v = draw(seqlen_q=13, seqlen_k=9, dtype=dtype)
 
     out, lse = reference.plain(q, k, v, causal=True)
 
-    exact, exact_lse = reference.attention(q, k, v, causal=True, return_lse=True)
-    error = (out - exact).abs().max()
+    right, exact_lse = reference.attention(q, k, v, causal=True, return_lse=True)
+    error = (out - right).abs().max()
     assert out.dtype == dtype
     assert 0 < error < 20 * torch.finfo(dtype).eps
     assert torch.equal(out[:, :, :4], torch.zeros_like(out[:, :, :4]))
@@ -121,9 +131,9 @@ def test_plain_gradients_err_by_a_few_roundings_and_are_zero_in_blind_rows(dtype
 
     grads = yardstick.plain_gradients(q, k, v, dout, dlse, semantics_of(q, k, causal=True))
 
-    for grad, exact in zip(grads, reference.gradients(q, k, v, dout, dlse, causal=True), strict=True):
+    for grad, right in zip(grads, reference.gradients(q, k, v, dout, dlse, causal=True), strict=True):
         assert grad.dtype == dtype
-        assert 0 < (grad - exact).abs().max() < 50 * torch.finfo(dtype).eps
+        assert 0 < (grad - right).abs().max() < 50 * torch.finfo(dtype).eps
     assert torch.equal(grads[0][:, :, :4], torch.zeros_like(q[:, :, :4]))
 
 
@@ -132,14 +142,14 @@ def test_gradient_magnitudes_bound_the_gradients_and_see_what_cancels():
     one_key = (q, k[:, :, :1], v[:, :, :1])
     dout = torch.randn_like(reference.attention(q, k, v))
 
-    magnitudes = yardstick.gradient_magnitudes(q, k, v, dout, semantics_of(q, k, causal=True, scale=-0.3))
+    magnitudes = gradient_magnitudes(q, k, v, dout, causal=True, scale=-0.3)
 
     grads = reference.gradients(q, k, v, dout, causal=True, scale=-0.3)
-    terms = yardstick.magnitude(q, k, v, semantics_of(q, k, causal=True))
+    terms = magnitude(q, k, v, causal=True)
     assert (terms >= reference.attention(q, k, v, causal=True).abs()).all()
     assert all((most >= grad.abs()).all() for most, grad in zip(magnitudes, grads, strict=True))
     assert reference.gradients(*one_key, dout)[0].abs().max() < 1e-12
-    assert yardstick.gradient_magnitudes(*one_key, dout, semantics_of(*one_key[:2]))[0].mean() > 0.1
+    assert gradient_magnitudes(*one_key, dout)[0].mean() > 0.1
 
 
 @pytest.mark.parametrize(
@@ -255,11 +265,11 @@ def test_plain_errs_by_a_few_roundings_whatever_the_feature(options):
     out, lse = reference.plain(q, k, v, **options)
     grads = yardstick.plain_gradients(q, k, v, dout, torch.ones(2, 4, 9), semantics_of(q, k, **options))
 
-    exact, exact_lse = reference.attention(q, k, v, return_lse=True, **options)
-    assert (out - exact).abs().max() < 20 * torch.finfo(torch.float32).eps
+    right, exact_lse = reference.attention(q, k, v, return_lse=True, **options)
+    assert (out - right).abs().max() < 20 * torch.finfo(torch.float32).eps
     assert torch.equal(lse == -math.inf, exact_lse == -math.inf)
-    right = reference.gradients(q, k, v, dout, torch.ones(2, 4, 9), **options)
-    for grad, expected in zip(grads, right, strict=True):
+    exact_grads = reference.gradients(q, k, v, dout, torch.ones(2, 4, 9), **options)
+    for grad, expected in zip(grads, exact_grads, strict=True):
         assert (grad - expected).abs().max() < 50 * torch.finfo(torch.float32).eps
 
 

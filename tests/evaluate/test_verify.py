@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from autoflash.evaluate import verify as gate
+from autoflash.evaluate.expected import expected
 from autoflash.evaluate.grid import Case, determinism_case, full_cases, screen_cases
 from autoflash.evaluate.inputs import Memory
 from autoflash.evaluate.verify import WORST_RATIO, Limit, compare, compare_lse, verify
@@ -182,21 +182,21 @@ def test_determinism_is_tried_with_more_tiles_than_multiprocessors():
 
 
 def test_exact_results_are_computed_once_for_all_kernels_and_layouts(monkeypatch):
-    gate._expected.cache_clear()
+    expected.cache_clear()
     verify(Kernel(), problem_of(), Level.FULL)
-    computed = gate._expected.cache_info().misses
+    computed = expected.cache_info().misses
 
     verify(Kernel(), problem_of(), Level.FULL)
 
-    assert gate._expected.cache_info().misses == computed
+    assert expected.cache_info().misses == computed
     assert Case(problem=problem_of(), memory=Memory.BSHD).values == Case(problem=problem_of()).values
 
 
 def test_a_gradient_of_zero_by_cancellation_may_be_rounded_in_float32():
     problem = problem_of(op=Pass.BACKWARD, seqlen_q=70, seqlen_k=1)
 
-    expected = gate._expected(Case(problem=problem), "cpu", True)
+    wanted = expected(Case(problem=problem), "cpu", True)
 
-    limits = dict(expected.limits)
+    limits = dict(wanted.limits)
     assert limits["dq"].exact.abs().max() < 1e-12
     assert 1e-7 < limits["dq"].max_error < 1e-3

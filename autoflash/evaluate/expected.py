@@ -1,0 +1,151 @@
+"""What the outputs of a case should be, and how far from it they may be. DESIGN decision 5 states the rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autoflash.evaluate import exact, yardstick
+from autoflash.evaluate.grid import Case
+from autoflash.evaluate.inputs import Inputs, draw, draw_flat
+from autoflash.evaluate.masks import draw_mask
+from autoflash.evaluate.semantics import Semantics
+from autoflash.problem import Pass
+from autoflash.runtime.executable import Extras
+
+_MAX_FACTOR, _MAX_FACTOR_WITH_SOFTCAP = 2.0, 3.0
+_MEAN_FACTORS = {torch.float16: 1.1, torch.bfloat16: 1.1, torch.float32: 3.0}
+_TERM_ROUNDINGS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limit:
+    """What one output should be, and how far from it it may be.
+
+    Attributes:
+        exact: The float64 reference.
+        max_error, mean_error: Allowed absolute errors.
+        zero: Elements that must be exactly 0: those of rows that see no key, or that lie behind the last packed
+            sequence. None where there are none.
+    """
+
+    exact: Tensor
+    max_error: float
+    mean_error: float
+    zero: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """Inputs of a case with everything that its outputs are compared with.
+
+    Attributes:
+        inputs: What the kernel gets.
+        out, lse: Exact output and log-sum-exp, float64; a backward gets them rounded.
+        limits: By name of output: ``out``, or ``dq``, ``dk``, ``dv``.
+        lse_slack: Allowed error of each log-sum-exp beside the fixed rule; 0 but for TF32 and softcaps.
+    """
+
+    inputs: Inputs
+    out: Tensor
+    lse: Tensor
+    limits: tuple[tuple[str, Limit], ...]
+    lse_slack: Tensor
+
+
+def expanded(extras: Extras, q: Tensor, k: Tensor) -> Extras:
+    """The mask as kernels get it: [B, H, M, N], by strides of 0."""
+    return extras if extras.mask is None else extras._replace(mask=extras.mask.expand(*q.shape[:3], k.shape[2]))
+
+
+@functools.lru_cache(maxsize=64)
+def expected(case: Case, device: str, has_lse: bool) -> Expected:
+    """Inputs, exact results and limits of a case; computed once for all the kernels that are compared on it."""
+    problem = case.problem
+    inputs = draw_case(case, device)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    semantics = Semantics.of_problem(problem, case.score_scale, expanded(inputs.extras, q, k))
+    factor = _MAX_FACTOR_WITH_SOFTCAP if problem.softcap else _MAX_FACTOR
+    tiles = list(exact.tiles(q, k, semantics))
+    out, lse = exact.forward(q, v, tiles)
+    blind = (lse == -math.inf)[..., None]  # [B, H, M, 1]
+    used = sum(length for _, length in case.lengths) if problem.is_varlen else problem.seqlen_k
+    behind = (torch.arange(problem.rows_k, device=device) >= used)[:, None]  # [N, 1]
+    if problem.op is Pass.FORWARD:
+        plain, plain_lse = yardstick.plain(q, k, v, semantics)
+        limit = _limit(out, (plain - out).abs(), yardstick.magnitude(q, v, semantics, tiles), blind, factor, q.dtype)
+        slack = torch.zeros_like(lse)
+        if problem.tf32:
+            slack += 2.0 * _largest((plain_lse - lse)[lse > -math.inf])
+        if problem.softcap:
+            # Scores far beyond the cap are sums of terms that are large beside what is left of them.
+            eps = torch.finfo(torch.float32).eps
+            slack += _TERM_ROUNDINGS * eps * yardstick.lse_magnitude(q, semantics, tiles)
+        return Expected(inputs=inputs, out=out, lse=lse, limits=(("out", limit),), lse_slack=slack)
+    dout, dlse = inputs.dout, inputs.dlse if case.with_dlse and has_lse else None
+    right = exact.backward(q, k, v, dout, dlse, semantics.scale, tiles)
+    by_torch = yardstick.plain_gradients(q, k, v, dout, dlse, semantics)
+    errors = [(plain - formula).abs() for plain, formula in zip(by_torch, right, strict=True)]
+    if problem.dropout_p:
+        # Autograd has the probabilities, where a kernel has only the output that it is given: it is rounded, and does
+        # not cancel exactly what is left of a single key (which without a dropout is 1 times its value).
+        rounding = (dout.double() * (out - out.to(q.dtype).double())).sum(dim=-1)
+        effects = exact.backward(q, k, v, torch.zeros_like(dout), rounding, semantics.scale, tiles)
+        errors = [error + effect.abs() for error, effect in zip(errors, effects, strict=True)]
+    magnitudes = yardstick.gradient_magnitudes(q, k, v, dout, semantics, tiles)
+    limits = tuple(
+        (name, _limit(formula, error, terms, blind if name == "dq" else behind, factor, q.dtype))
+        for name, formula, error, terms in zip(("dq", "dk", "dv"), right, errors, magnitudes, strict=True)
+    )
+    return Expected(inputs=inputs, out=out, lse=lse, limits=limits, lse_slack=torch.zeros_like(lse))
+
+
+def draw_case(case: Case, device: str) -> Inputs:
+    """The inputs of a case, its extra tensors included."""
+    problem, scale = case.problem, case.score_scale
+    if case.flat:
+        inputs = draw_flat(problem, scale, device=device)
+    else:
+        inputs = draw(problem, scale, shared=case.shared, low=case.low, lengths=case.lengths, device=device)
+    starts = [
+        torch.tensor([0, *itertools.accumulate(length[side] for length in case.lengths)], dtype=torch.int32)
+        for side in (0, 1)
+    ]
+    extras = Extras(
+        mask=None if case.mask is None else draw_mask(problem, case.mask, device=device),
+        cu_seqlens_q=starts[0].to(device) if problem.is_varlen else None,
+        cu_seqlens_k=starts[1].to(device) if problem.is_varlen else None,
+        rng=None if case.rng is None else torch.tensor(case.rng, device=device),
+    )
+    return dataclasses.replace(inputs, extras=extras)
+
+
+def _limit(exact: Tensor, error: Tensor, terms: Tensor, zero: Tensor, factor: float, dtype: torch.dtype) -> Limit:
+    """Allowed errors: those of torch math in the same dtype times a factor, and a few roundings of the output.
+
+    In float32, where right kernels differ by the order of their sums alone and few elements decide the largest error,
+    a few roundings of what is summed are allowed as well (``terms``, as :func:`yardstick.magnitude` gives them).
+    """
+    rounded = exact.to(dtype).double()
+    # Each step is rounded to the output's dtype, but 0.3 itself is not: it differs between devices if torch does it.
+    there = (rounded + 0.3).to(dtype).double()
+    atol = 2.0 * _largest((there - 0.3).to(dtype).double() - rounded)
+    if dtype is torch.float32:
+        atol += _TERM_ROUNDINGS * torch.finfo(dtype).eps * _largest(terms)
+    mean = error.mean().item() if error.numel() else 0.0
+    return Limit(
+        exact=exact,
+        max_error=factor * _largest(error) + atol,
+        mean_error=_MEAN_FACTORS[dtype] * mean + atol / 8.0,
+        zero=zero if bool(zero.any()) else None,
+    )
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.abs().max().item()) if values.numel() else 0.0
