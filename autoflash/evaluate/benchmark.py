@@ -17,13 +17,12 @@ from torch import Tensor
 
 from autoflash import paths
 from autoflash.device import Device, DeviceKind
-from autoflash.problem import Form, Pass, Problem
-from autoflash.runtime.bind import bind
+from autoflash.evaluate.timed_inputs import timed_inputs
+from autoflash.problem import Pass, Problem
 from autoflash.runtime.executable import Executable
-from autoflash.runtime.layouts import TORCH_TYPES
 from autoflash.runtime.probe import CardState, card_state
 from autoflash.trial import Measurement, Stage
-from autoflash.variant import Choices, Family, Variant
+from autoflash.variant import Family
 
 Call = Callable[[], object]
 
@@ -33,13 +32,6 @@ _WARM_UP_MS = 5.0
 _STEADY_MS = 300.0
 _RETRIES = 3
 _CPU_CACHE_BYTES = 16 * 2**20
-
-# A forward that any device can run: its output and LSE are what a backward is timed on.
-_PORTABLE = Variant(
-    family=Family.TORCH_TILED,
-    structure=Choices(loop_order="query_outer"),
-    config=Choices(block_m=1024, block_n=1024, heads_per_step=1),
-)
 
 
 @contextmanager
@@ -59,21 +51,20 @@ def make_call(executable: Executable, problem: Problem, device: Device, *, seed:
     its own: to be given others it would have to copy, which is no part of it. Kernels of the same problem and seed are
     given the same inputs.
     """
-    tensors = _tensors(problem, device, seed)
+    q, k, v, out, lse, dout, extras = timed_inputs(problem, device, seed)
     scale = 1.0 / math.sqrt(problem.head_dim)
-    q, k, v, out, lse, dout = tensors
     is_vendor = executable.variant.family is Family.VENDOR
     if problem.op is Pass.FORWARD:
-        forward = executable.prepare_forward(problem, q, k, v, scale)
+        forward = executable.prepare_forward(problem, q, k, v, scale, extras)
         if is_vendor:
             return lambda: forward(q, k, v)
         new_out, new_lse = torch.empty_like(out), torch.empty_like(lse)
-        return lambda: forward(q, k, v, new_out, new_lse)
-    backward = executable.prepare_backward(problem, q, k, v, out, dout, scale)
+        return lambda: forward(q, k, v, new_out, new_lse, extras)
+    backward = executable.prepare_backward(problem, q, k, v, out, dout, scale, extras)
     if is_vendor:
         return lambda: backward(q, k, v, out, lse, dout)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    return lambda: backward(q, k, v, out, lse, dout, None, dq, dk, dv)
+    return lambda: backward(q, k, v, out, lse, dout, None, dq, dk, dv, extras)
 
 
 def benchmark(call: Call, device: Device, *, stage: Stage, run: str = "", min_ms: float = 40.0) -> Measurement:
@@ -217,28 +208,3 @@ def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:
 @lru_cache(maxsize=2)
 def _flush_buffer(device: str, size_bytes: int) -> Tensor:
     return torch.empty(size_bytes // 4, dtype=torch.int32, device=device)
-
-
-@lru_cache(maxsize=2)
-def _tensors(problem: Problem, device: Device, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v, out, lse and dout of a problem: contiguous [B, H, S, D], normal random numbers."""
-    dtype = TORCH_TYPES[problem.dtype]
-    generator = torch.Generator(device=device.torch_device).manual_seed(seed)
-
-    def normal(heads: int, rows: int, width: int) -> Tensor:
-        shape = (problem.batch, heads, rows, width)
-        return torch.randn(shape, generator=generator, device=device.torch_device, dtype=dtype)
-
-    q = normal(problem.heads, problem.seqlen_q, problem.head_dim)
-    k = normal(problem.kv_heads, problem.seqlen_k, problem.head_dim)
-    v = normal(problem.kv_heads, problem.seqlen_k, problem.head_dim_v)
-    dout = normal(problem.heads, problem.seqlen_q, problem.head_dim_v)
-    if problem.op is Pass.FORWARD:
-        out = torch.empty_like(dout)
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-        return q, k, v, out, lse, dout
-    forward = problem.replace(op=Pass.FORWARD)
-    executable = bind(Form.of(forward), _PORTABLE, device)
-    scale = 1.0 / math.sqrt(problem.head_dim)
-    out, lse = executable.prepare_forward(forward, q, k, v, scale)(q, k, v)
-    return q, k, v, out, lse, dout

@@ -9,8 +9,10 @@ import torch
 
 from autoflash.device import Device
 from autoflash.evaluate import benchmark as module
+from autoflash.evaluate import reference
 from autoflash.evaluate.benchmark import benchmark, device_lock, interleaved, make_call
-from autoflash.problem import Form, Pass, Problem
+from autoflash.evaluate.timed_inputs import TimedInputs, timed_inputs
+from autoflash.problem import DType, Form, Mask, MaskTensor, Pass, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.probe import CardState, probe
 from autoflash.trial import Stage
@@ -104,11 +106,28 @@ def test_a_prepared_call_runs_the_kernel(cpu: Device, op: Pass) -> None:
     assert all(torch.isfinite(tensor).all() for tensor in tensors)
 
 
-def test_the_same_seed_gives_the_same_inputs(cpu: Device) -> None:
-    problem = make_problem(seqlen_q=16, head_dim=16)
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"window_left": 7, "softcap": 30.0},
+        {"mask_tensor": MaskTensor.BOOL, "dropout_p": 0.1},
+        {"mask_tensor": MaskTensor.FLOAT},
+        {"packed_q": 144, "packed_k": 144, "batch": 3},
+    ],
+    ids=lambda features: "+".join(features),
+)
+@pytest.mark.parametrize("op", list(Pass))
+def test_a_prepared_call_of_features_computes_what_the_reference_does(
+    cpu: Device, op: Pass, features: dict[str, object]
+) -> None:
+    problem = make_problem(op=op, dtype=DType.FP32, seqlen_q=48, head_dim=16, mask=Mask.CAUSAL).replace(**features)
+    executable = bind(Form.of(problem), make_variant(family=Family.TORCH_TILED, op=op, block_n=64), cpu)
 
-    assert _first_query(problem, cpu, seed=1) == _first_query(problem, cpu, seed=1)
-    assert _first_query(problem, cpu, seed=1) != _first_query(problem, cpu, seed=2)
+    results = make_call(executable, problem, cpu, seed=3)()
+
+    assert isinstance(results, tuple)
+    for result, exact in zip(results, _expected(problem, timed_inputs(problem, cpu, 3)), strict=True):
+        torch.testing.assert_close(result, exact.to(result.dtype), atol=1e-4, rtol=1e-4)
 
 
 def test_another_process_waits_for_the_device(cpu: Device) -> None:
@@ -129,6 +148,24 @@ def test_another_process_waits_for_the_device(cpu: Device) -> None:
     assert other.communicate(timeout=300)[0] == "in\n"
 
 
-def _first_query(problem: Problem, device: Device, *, seed: int) -> float:
-    module._tensors.cache_clear()
-    return float(module._tensors(problem, device, seed)[0].flatten()[0])
+def _expected(problem: Problem, inputs: TimedInputs) -> tuple[torch.Tensor, ...]:
+    q, k, v, _, _, dout, extras = inputs
+    asked = {
+        "causal": True,
+        "window": (problem.window_left, problem.window_right),
+        "softcap": problem.softcap,
+        "dropout_p": problem.dropout_p,
+        "rng": extras.rng,
+    }
+    if not problem.is_varlen:
+        asked["mask"] = extras.mask
+        if problem.op is Pass.FORWARD:
+            return reference.attention(q, k, v, return_lse=True, **asked)  # type: ignore[call-overload,no-any-return]
+        return reference.gradients(q, k, v, dout, **asked)  # type: ignore[arg-type]
+    packed = [x[0].transpose(0, 1) for x in (q, k, v, dout)]
+    borders = (extras.cu_seqlens_q, extras.cu_seqlens_k)
+    if problem.op is Pass.FORWARD:
+        out, lse = reference.attention_varlen(*packed[:3], *borders, return_lse=True, **asked)  # type: ignore[arg-type,call-overload,misc]
+        return out.transpose(0, 1)[None], lse[None]
+    found = reference.gradients_varlen(*packed, *borders, **asked)  # type: ignore[arg-type]
+    return tuple(x.transpose(0, 1)[None] for x in found)
