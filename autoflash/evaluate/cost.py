@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from autoflash.problem import Pass, Problem
+from autoflash.problem import Alignment, MaskTensor, Pass, Problem
 
 BACKWARD_FACTOR = 2.5
 """Five matrix products of the backward (S, dP, dV, dK, dQ) for two of the forward."""
 
 
 def visible_pairs(problem: Problem) -> float:
-    """How many (query, key) pairs of one head take part, as kernels are usually rated.
+    """How many (query, key) pairs of one head of one sequence take part, as kernels are usually rated.
 
     A causal mask with Sq == Sk counts half of all pairs, as FlashAttention, cuDNN and Triton's tutorial count it;
-    another causal mask counts exactly the pairs that it lets through.
+    another causal mask, and a window, count exactly the pairs that they let through. What a mask tensor hides is
+    computed all the same, and counts. Packed sequences are rated as if all had the mean length.
     """
-    m, n = problem.seqlen_q, problem.seqlen_k
-    if not problem.causal:
-        return float(m * n)
-    if m == n:
-        return m * n / 2
-    # Row i sees keys 0 .. i + diagonal, cut to [0, n].
-    first, last = problem.diagonal + 1, problem.diagonal + m
-    return float(_sum_to(min(last, n)) - _sum_to(min(first - 1, n)) + n * max(0, last - max(n, first - 1)))
+    m, n = _lengths(problem)
+    if not problem.has_window:
+        if not problem.causal:
+            return float(m * n)
+        if m == n:
+            return m * n / 2
+    diagonal = n - m if problem.alignment is Alignment.BOTTOM_RIGHT else 0
+    right = 0 if problem.causal else problem.window_right
+    pairs = m * n if right is None else _pairs_up_to(diagonal + right, m, n)
+    if problem.window_left is not None:
+        pairs -= _pairs_up_to(diagonal - problem.window_left - 1, m, n)
+    return float(pairs)
 
 
 def flops(problem: Problem) -> float:
@@ -36,17 +41,42 @@ def tflops(problem: Problem, us: float) -> float:
 
 
 def least_bytes(problem: Problem) -> int:
-    """Bytes that a call must at least move: every input read once, every output written once."""
-    queries = problem.batch * problem.heads * problem.seqlen_q
-    keys = problem.batch * problem.kv_heads * problem.seqlen_k
+    """Bytes that a call must at least move: every input read once, every output written once.
+
+    A mask tensor is taken to be shared by the heads, and a float mask to have the inputs' type. With a window, keys
+    that no query sees are counted like the others.
+    """
+    queries = problem.tensor_batch * problem.heads * problem.rows_q
+    keys = problem.tensor_batch * problem.kv_heads * problem.rows_k
     item, row = problem.dtype.itemsize, problem.head_dim + problem.head_dim_v
-    forward = (queries + keys) * row * item + 4 * queries
+    forward = (queries + keys) * row * item + 4 * queries + _extra_bytes(problem)
     if problem.op is Pass.FORWARD:
         return forward
-    # q, k, v, out and LSE again; dout read; dq, dk, dv written.
+    # q, k, v, out, LSE and the extra tensors again; dout read; dq, dk, dv written.
     return forward + queries * problem.head_dim_v * item + (queries * problem.head_dim + keys * row) * item
+
+
+def _lengths(problem: Problem) -> tuple[int, int]:
+    if problem.packed_q is None or problem.packed_k is None:
+        return problem.seqlen_q, problem.seqlen_k
+    sequences = max(problem.batch, 1)
+    return round(problem.packed_q / sequences), round(problem.packed_k / sequences)
+
+
+def _pairs_up_to(diagonal: int, m: int, n: int) -> int:
+    """How many of m x n pairs (i, j) have j <= i + diagonal."""
+    # Row i has the keys 0 .. i + diagonal, cut to [0, n].
+    first, last = diagonal + 1, diagonal + m
+    return _sum_to(min(last, n)) - _sum_to(min(first - 1, n)) + n * max(0, last - max(n, first - 1))
 
 
 def _sum_to(last: int) -> int:
     """1 + 2 + ... + last; 0 where last is negative."""
     return last * (last + 1) // 2 if last > 0 else 0
+
+
+def _extra_bytes(problem: Problem) -> int:
+    pairs = problem.batch * problem.seqlen_q * problem.seqlen_k
+    mask = {MaskTensor.NONE: 0, MaskTensor.BOOL: pairs, MaskTensor.FLOAT: pairs * problem.dtype.itemsize}
+    starts = 2 * 4 * (problem.batch + 1) if problem.is_varlen else 0
+    return mask[problem.mask_tensor] + starts + (16 if problem.dropout_p else 0)

@@ -9,7 +9,7 @@ from autoflash.evaluate.expected import expected
 from autoflash.evaluate.grid import Case, determinism_case, full_cases, screen_cases
 from autoflash.evaluate.inputs import Memory
 from autoflash.evaluate.verify import WORST_RATIO, Limit, compare, compare_lse, verify
-from autoflash.problem import Alignment, DType, Form, Mask, Pass
+from autoflash.problem import Alignment, DType, Form, Mask, MaskTensor, Pass
 from autoflash.runtime.bind import bind
 from autoflash.trial import Level
 from autoflash.variant import Choices, Family, Variant
@@ -31,13 +31,13 @@ def problem_of(**changes):
     return make_problem(**{**SMALL, "dtype": DType.FP32, **changes})
 
 
-def tiled(op, mask, loop_order):
+def tiled(form, loop_order):
     variant = Variant(
         family=Family.TORCH_TILED,
         structure=Choices(loop_order=loop_order),
         config=Choices(block_m=64, block_n=128, heads_per_step=0),
     )
-    return bind(Form(op=op, mask=mask), variant, make_device("cpu"))
+    return bind(form, variant, make_device("cpu"))
 
 
 @pytest.mark.parametrize("loop_order", ["query_outer", "key_outer"])
@@ -47,10 +47,38 @@ def tiled(op, mask, loop_order):
 def test_the_tiled_torch_family_passes_the_grid_everywhere(op, dtype, mask, loop_order):
     problem = problem_of(op=op, dtype=dtype, mask=mask, deterministic=True)
 
-    verification = verify(tiled(op, mask, loop_order), problem, Level.FULL)
+    verification = verify(tiled(Form.of(problem), loop_order), problem, Level.FULL)
 
     assert verification.passed, verification.detail
     assert verification.checks > 15
+
+
+ALL_FEATURES = {"window_left": 60, "window_right": 5, "softcap": 20.0, "dropout_p": 0.2}
+
+
+@pytest.mark.parametrize(
+    "features", [{"mask_tensor": MaskTensor.FLOAT}, {"packed_q": 256, "packed_k": 256, "batch": 2}]
+)
+@pytest.mark.parametrize("loop_order", ["query_outer", "key_outer"])
+@pytest.mark.parametrize(("dtype", "mask"), [(DType.BF16, Mask.CAUSAL), (DType.FP32, Mask.FULL)])
+@pytest.mark.parametrize("op", Pass)
+def test_the_tiled_torch_family_passes_the_grid_with_all_features(op, dtype, mask, loop_order, features):
+    problem = problem_of(op=op, dtype=dtype, mask=mask, deterministic=True).replace(**ALL_FEATURES, **features)
+
+    verification = verify(tiled(Form.of(problem), loop_order), problem, Level.FULL)
+
+    assert verification.passed, verification.detail
+    assert verification.checks > 15
+
+
+@pytest.mark.parametrize("features", [ALL_FEATURES, {"packed_q": 256, "packed_k": 256, "batch": 2}])
+def test_a_backward_with_features_that_varies_is_rejected_where_determinism_is_asked_for(features):
+    problem = problem_of(op=Pass.BACKWARD, deterministic=True).replace(**features)
+
+    verification = verify(Kernel("not deterministic"), problem, Level.SCREEN)
+
+    assert not verification.passed
+    assert "differs between launches" in verification.detail
 
 
 @pytest.mark.parametrize("backend", ["flash", "math"])
