@@ -162,10 +162,15 @@ def _expected(problem: Problem, inputs: TimedInputs) -> tuple[torch.Tensor, ...]
         if problem.op is Pass.FORWARD:
             return reference.attention(q, k, v, return_lse=True, **asked)  # type: ignore[call-overload,no-any-return]
         return reference.gradients(q, k, v, dout, **asked)  # type: ignore[arg-type]
-    packed = [x[0].transpose(0, 1) for x in (q, k, v, dout)]
-    borders = (extras.cu_seqlens_q, extras.cu_seqlens_k)
+    (q, k, v, dout), cu_q, cu_k = (
+        (x[0].transpose(0, 1) for x in (q, k, v, dout)),
+        extras.cu_seqlens_q,
+        extras.cu_seqlens_k,
+    )
+    assert cu_q is not None
+    assert cu_k is not None
     if problem.op is Pass.FORWARD:
-        out, lse = reference.attention_varlen(*packed[:3], *borders, return_lse=True, **asked)  # type: ignore[arg-type,call-overload,misc]
+        out, lse = reference.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, **asked)  # type: ignore[arg-type,call-overload]
         return out.transpose(0, 1)[None], lse[None]
-    found = reference.gradients_varlen(*packed, *borders, **asked)  # type: ignore[arg-type]
+    found = reference.gradients_varlen(q, k, v, dout, cu_q, cu_k, **asked)  # type: ignore[arg-type]
     return tuple(x.transpose(0, 1)[None] for x in found)

@@ -43,7 +43,7 @@ def test_packed_sequences_fill_their_tensors_and_are_not_all_alike(batch: int) -
     assert (len(lengths_q), int(lengths_q.sum()), int(lengths_k.sum())) == (batch, batch * 64, batch * 128)
     assert all(47 <= length <= 81 for length in lengths_q.tolist())
     assert torch.all((lengths_k - 2 * lengths_q).abs() <= 3)
-    assert batch < 7 or lengths_q.unique().numel() > 3
+    assert batch < 7 or len(set(lengths_q.tolist())) > 3
 
 
 def test_queries_and_keys_of_one_length_have_the_same_borders() -> None:
@@ -69,7 +69,7 @@ def test_a_mask_is_shared_by_the_heads_of_a_sequence(kind: MaskTensor, dtype: DT
 
     assert mask is not None
     assert (mask.dtype, tuple(mask.shape), mask.stride(1)) == (expected, (2, 4, 32, 48), 0)
-    assert mask.unique().numel() > 1
+    assert torch.any(mask != mask[0, 0, 0, 0])
 
 
 def test_a_backward_gets_what_the_forward_with_the_same_features_gives() -> None:
