@@ -170,7 +170,7 @@ def _expected(problem: Problem, inputs: TimedInputs) -> tuple[torch.Tensor, ...]
     assert cu_q is not None
     assert cu_k is not None
     if problem.op is Pass.FORWARD:
-        out, lse = reference.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, **asked)  # type: ignore[arg-type,call-overload]
+        out, lse = reference.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, **asked)  # type: ignore[call-overload]
         return out.transpose(0, 1)[None], lse[None]
     found = reference.gradients_varlen(q, k, v, dout, cu_q, cu_k, **asked)  # type: ignore[arg-type]
     return tuple(x.transpose(0, 1)[None] for x in found)
