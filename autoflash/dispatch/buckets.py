@@ -40,14 +40,15 @@ def parallelism(problem: Problem, device: Device) -> Parallelism:
 def window_bucket(problem: Problem) -> int:
     """Bucket of the number of keys that a window leaves a query: at least 1, and 0 where it is open to a side.
 
-    A window leaves no more keys than there are, so that all windows as wide as the sequence are one.
+    The query's own position is not counted, for what people call a window of 4096 is (4096, 0) or (4095, 0); and a
+    window leaves no more keys than there are, so that all that are as wide as the sequence are one.
     """
     left, right = problem.window_left, problem.window_right
     if problem.causal:
         right = 0
     if not problem.has_window or left is None or right is None:
         return 0
-    return max(1, bucket(min(left + right + 1, problem.seqlen_k)))
+    return max(1, bucket(min(left + right, problem.seqlen_k)))
 
 
 def cell_of(problem: Problem, device: Device) -> Cell:
@@ -81,7 +82,7 @@ def problem_of(cell: Cell, device: Device) -> Problem:
     """
     seqlen_q, seqlen_k = _longest_queries(cell, device), 1 << cell.k_bucket
     batch, kv_heads = _rows(cell, device, seqlen_q, seqlen_k)
-    left, right = _window(cell, 1 << cell.window_bucket)
+    left, right = _window(cell, (1 << cell.window_bucket) - 1)
     is_varlen = Feature.VARLEN in cell.features
     return Problem(
         op=cell.op,
@@ -110,7 +111,7 @@ def inside_of(cell: Cell, device: Device) -> Problem:
     """As :func:`problem_of`, with the largest prime lengths inside the buckets: nothing there divides by a tile."""
     top = problem_of(cell, device)
     seqlen_q, seqlen_k = _prime_up_to(top.seqlen_q), _prime_up_to(top.seqlen_k)
-    left, right = _window(cell, _prime_up_to(1 << cell.window_bucket))
+    left, right = _window(cell, _prime_up_to((1 << cell.window_bucket) - 1))
     return top.replace(
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
@@ -122,7 +123,7 @@ def inside_of(cell: Cell, device: Device) -> Problem:
 
 
 def _window(cell: Cell, keys: int) -> tuple[int | None, int | None]:
-    """Bounds of a window that leaves a query so many keys, as even as they can be; open to the left in bucket 0."""
+    """Bounds of a window of so many keys beside the query's own, as even as can be; open to the left in bucket 0."""
     if Feature.WINDOW not in cell.features:
         if cell.window_bucket:
             raise InvalidProblemError(f"the cell {cell} has no window for its window bucket {cell.window_bucket}")
@@ -132,8 +133,8 @@ def _window(cell: Cell, keys: int) -> tuple[int | None, int | None]:
     if not cell.window_bucket:
         return None, 0
     if cell.mask is Mask.CAUSAL:
-        return keys - 1, None
-    return keys // 2, (keys - 1) // 2
+        return keys, None
+    return keys - keys // 2, keys // 2
 
 
 def _mask_tensor(cell: Cell) -> MaskTensor:

@@ -37,10 +37,12 @@ def _is_related(cell: Cell, other: Cell) -> bool:
 
 
 def _distance(cell: Cell, other: Cell) -> int:
-    """Small for another length, larger for another mask: tile order changes with it."""
+    """Small for another length or one feature more, larger for another mask: tile order changes with it."""
     return (
         abs(cell.q_bucket - other.q_bucket)
         + abs(cell.k_bucket - other.k_bucket)
+        + abs(cell.window_bucket - other.window_bucket)
+        + 2 * len(set(cell.features) ^ set(other.features))
         + 4 * (cell.mask is not other.mask)
         + 2 * (cell.parallelism is not other.parallelism)
         + 2 * (cell.deterministic is not other.deterministic)

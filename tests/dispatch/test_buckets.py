@@ -117,8 +117,9 @@ def windowed(left: int | None, right: int | None, mask: Mask = Mask.FULL, seqlen
         (None, None, Mask.FULL, 0),
         (0, 0, Mask.FULL, 1),
         (127, 0, Mask.FULL, 7),
-        (128, 0, Mask.FULL, 8),
-        (64, 63, Mask.FULL, 7),
+        (128, 0, Mask.FULL, 7),
+        (129, 0, Mask.FULL, 8),
+        (64, 64, Mask.FULL, 7),
         (127, 500, Mask.CAUSAL, 7),
         (127, None, Mask.CAUSAL, 7),
         (127, None, Mask.FULL, 0),
@@ -139,8 +140,9 @@ def test_a_window_stands_at_the_top_of_its_bucket_and_inside_at_a_prime() -> Non
     top, inside = problem_of(full, make_device()), inside_of(full, make_device())
 
     assert (top.window_left, top.window_right) == (64, 63)
-    assert (inside.window_left, inside.window_right) == (63, 63)
-    assert (problem_of(causal, make_device()).window_left, inside_of(causal, make_device()).window_left) == (127, 126)
+    assert (inside.window_left, inside.window_right) == (64, 63)
+    assert problem_of(causal, make_device()).window_left == 127
+    assert inside_of(cell_of(windowed(200, 0), make_device()), make_device()).window_left == 251 - 125
 
 
 def test_packed_sequences_stand_for_themselves_one_after_the_other() -> None:

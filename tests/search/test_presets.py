@@ -5,8 +5,9 @@ import itertools
 import pytest
 
 from autoflash.device import CROSS_TARGETS, Device, DeviceKind
-from autoflash.problem import DType, Mask, Pass
-from autoflash.search.presets import Axes, Preset, cells, default_preset, effort
+from autoflash.errors import InvalidProblemError
+from autoflash.problem import DType, Feature, Mask, MaskTensor, Pass
+from autoflash.search.presets import Asked, Axes, Preset, cells, default_preset, effort
 
 _H200 = CROSS_TARGETS["sm_90"]
 _CPU = Device(kind=DeviceKind.CPU, name="cpu", arch="x86_64", multiprocessors=2, shared_bytes=0, warp_size=1)
@@ -58,3 +59,50 @@ def test_a_new_machine_gets_something_to_see() -> None:
     assert len(cells(Preset.QUICK, _CPU)) <= 8
     assert effort(Preset.QUICK, _CPU).budget_s == 120.0
     assert effort(Preset.LLM, _H200).budget_s is not None
+
+
+@pytest.mark.parametrize("device", [_H200, _CPU])
+def test_the_features_preset_has_what_models_ask_for(device: Device) -> None:
+    found = {(cell.op, cell.features, cell.mask, cell.group > 1) for cell in cells(Preset.FEATURES, device)}
+
+    for op in Pass:
+        assert (op, (), Mask.CAUSAL, True) in found
+        assert (op, (Feature.WINDOW,), Mask.CAUSAL, True) in found
+        assert (op, (Feature.SOFTCAP, Feature.WINDOW), Mask.CAUSAL, True) in found
+        assert (op, (Feature.VARLEN,), Mask.CAUSAL, True) in found
+        for feature in (Feature.DROPOUT, Feature.BOOL_MASK, Feature.FLOAT_MASK):
+            assert (op, (feature,), Mask.FULL, False) in found
+
+
+@pytest.mark.parametrize("preset", [Preset.QUICK, Preset.LLM, Preset.VISION])
+def test_other_presets_are_plain(preset: Preset) -> None:
+    assert {(cell.features, cell.group) for cell in cells(preset, _H200)} == {((), 1)}
+
+
+def test_all_holds_the_features_too() -> None:
+    assert set(cells(Preset.FEATURES, _H200)) <= set(cells(Preset.ALL, _H200))
+
+
+def test_what_is_asked_for_is_asked_of_every_shape() -> None:
+    asked = Asked(window=(127, 0), softcap=30.0, packed=True)
+
+    found = cells(Preset.QUICK, _H200, Axes(asked=(asked,), groups=(2, 4)))
+
+    assert {(cell.features, cell.window_bucket) for cell in found} == {
+        ((Feature.VARLEN, Feature.SOFTCAP, Feature.WINDOW), 7)
+    }
+    assert {cell.group for cell in found} == {2, 4}
+    assert len(found) == 2 * len(cells(Preset.QUICK, _H200))
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    with pytest.raises(InvalidProblemError, match="packed sequences have no mask tensor"):
+        cells(Preset.QUICK, _H200, Axes(asked=(Asked(packed=True, mask_tensor=MaskTensor.BOOL),)))
+
+
+def test_more_heads_in_a_group_than_fit_the_usual_width_are_one_group() -> None:
+    (cell,) = cells(
+        Preset.QUICK, _H200, Axes(passes=(Pass.FORWARD,), head_dims=(128,), groups=(71,), masks=(Mask.FULL,))
+    )
+
+    assert cell.group == 71

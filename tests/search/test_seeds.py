@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from autoflash.problem import DType, Mask, Pass
+from autoflash.problem import DType, Feature, Mask, Pass
 from autoflash.search.seeds import neighbours_winners
 from autoflash.variant import Family
 from tests.factories import make_cell, make_decision, make_ranked, make_variant
@@ -37,3 +37,18 @@ def test_vendor_kernels_are_no_seeds() -> None:
     vendor = make_decision(choices=(make_ranked(variant=make_variant(family=Family.VENDOR)),))
 
     assert neighbours_winners(make_cell(q_bucket=9), [vendor]) == []
+
+
+def test_winners_carry_over_to_features_and_those_with_as_many_of_them_come_first() -> None:
+    softcap, plain, both = (
+        make_decision(cell=make_cell(features=features), choices=(make_ranked(variant=make_variant(BLOCK_M=rows)),))
+        for features, rows in (
+            ((Feature.SOFTCAP,), 64),
+            ((), 128),
+            ((Feature.SOFTCAP, Feature.DROPOUT), 32),
+        )
+    )
+
+    winners = neighbours_winners(make_cell(features=(Feature.SOFTCAP, Feature.DROPOUT)), [plain, softcap, both])
+
+    assert [variant.config["BLOCK_M"] for variant in winners] == [32, 64, 128]
