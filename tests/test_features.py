@@ -1,4 +1,4 @@
-"""Windows, masks, softcap, dropout and packed sequences through the public functions, on the CPU."""
+"""Windows, masks, softcap and dropout through the public functions, on the CPU."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ from torch.utils.checkpoint import checkpoint
 
 import autoflash
 from autoflash.arguments import draw_rng
-from autoflash.errors import InvalidProblemError, UnsupportedError
-from autoflash.evaluate import reference
-
-Case = dict[str, Any]
-
-B, H, H_KV, M, N, D = 2, 4, 2, 37, 53, 16
+from autoflash.errors import InvalidProblemError
+from tests.featured import (
+    B,
+    Case,
+    D,
+    H,
+    M,
+    N,
+    bool_mask,
+    expected_of,
+    float_mask,
+    gradients_of,
+    tensors,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,22 +34,6 @@ def _no_records() -> Iterator[None]:
     autoflash.forget()
     yield
     autoflash.forget()
-
-
-def tensors(m: int = M, n: int = N, *, grad: bool = False, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    generator = torch.Generator().manual_seed(1)
-    shapes = ((B, H, m, D), (B, H_KV, n, D), (B, H_KV, n, D))
-    return tuple(torch.randn(shape, generator=generator).to(dtype).requires_grad_(grad) for shape in shapes)
-
-
-def bool_mask(*shape: int) -> Tensor:
-    mask = torch.rand(shape, generator=torch.Generator().manual_seed(2)) < 0.6
-    mask[..., 3:5, :] &= shape[-2] == 1  # Rows without any key.
-    return mask
-
-
-def float_mask(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype)
 
 
 CASES: dict[str, Case] = {
@@ -60,16 +52,6 @@ CASES: dict[str, Case] = {
     "float-inf": {"mask": float_mask(M, N).masked_fill(~bool_mask(M, N), -torch.inf)},
     "all": {"mask": bool_mask(B, 1, M, N), "softcap": 2.0, "window": (20, 4), "causal": True, "scale": -0.4},
 }
-
-
-def expected_of(q: Tensor, k: Tensor, v: Tensor, arguments: Case, **more: Any) -> tuple[Tensor, Tensor]:
-    arguments = {**arguments, "softcap": arguments.get("softcap") or 0.0}
-    return reference.attention(q, k, v, return_lse=True, **arguments, **more)
-
-
-def gradients_of(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor, arguments: Case, **more: Any) -> Any:
-    arguments = {**arguments, "softcap": arguments.get("softcap") or 0.0}
-    return reference.gradients(q.detach(), k.detach(), v.detach(), dout, dlse, **arguments, **more)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -262,98 +244,6 @@ def test_case_a06_a_checkpoint_recomputes_with_the_same_dropout() -> None:
         assert torch.equal(plain, recomputed)
 
 
-# Packed sequences
-
-LENGTHS_Q = [5, 0, 63, 65, 1, 33]
-LENGTHS_K = [7, 4, 63, 0, 130, 20]
-
-
-def offsets(lengths: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=dtype)
-
-
-def packed(tail: int = 0, *, grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    total_q, total_k = sum(LENGTHS_Q) + tail, sum(LENGTHS_K) + tail
-    shapes = ((total_q, H, D), (total_k, H_KV, D), (total_k, H_KV, D))
-    q, k, v = (torch.randn(shape, generator=generator).requires_grad_(grad) for shape in shapes)
-    return q, k, v
-
-
-@pytest.mark.parametrize("tail", [0, 9])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"causal": True},
-        {"causal": "top_left"},
-        {"window": (11, 4)},
-        {"causal": True, "window": (9, 0), "softcap": 1.0},
-    ],
-    ids=str,
-)
-def test_packed_sequences_match_each_alone(arguments: Case, tail: int) -> None:
-    q, k, v = packed(tail, grad=True)
-    cu_q, cu_k = offsets(LENGTHS_Q), offsets(LENGTHS_K, torch.int64)
-    dout = torch.randn_like(q)
-
-    out, lse = autoflash.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, vendor="never", **arguments)
-    found = torch.autograd.grad(out, (q, k, v), dout)
-
-    assert lse.shape == (H, q.shape[0])
-    start_q = start_k = 0
-    for length_q, length_k in zip(LENGTHS_Q, LENGTHS_K, strict=True):
-        rows, keys = slice(start_q, start_q + length_q), slice(start_k, start_k + length_k)
-        one = [x.detach()[part].transpose(0, 1)[None] for x, part in ((q, rows), (k, keys), (v, keys))]
-        expected, expected_lse = expected_of(*one, arguments)
-        torch.testing.assert_close(out[rows].transpose(0, 1)[None].double(), expected, atol=2e-5, rtol=1e-5)
-        torch.testing.assert_close(lse[:, rows][None].double(), expected_lse, atol=2e-5, rtol=1e-5)
-        weights = dout[rows].transpose(0, 1)[None]
-        exact = gradients_of(*one, weights, torch.zeros(1, H, length_q), arguments)
-        for ours, part, wanted in zip(found, (rows, keys, keys), exact, strict=True):
-            torch.testing.assert_close(ours[part].transpose(0, 1)[None].double(), wanted, atol=1e-4, rtol=1e-4)
-        start_q, start_k = start_q + length_q, start_k + length_k
-    assert not out[start_q:].any()
-    assert bool((lse[:, start_q:] == -torch.inf).all())
-    for gradient, start in zip(found, (start_q, start_k, start_k), strict=True):
-        assert not gradient[start:].any()
-
-
-def test_case_a50_gradients_of_packed_sequences_repeat_bit_for_bit() -> None:
-    cu = offsets([5, 63, 65, 1, 130])
-    rows = int(cu[-1])
-    found = []
-    for _ in range(3):
-        torch.full((4, rows, H, D), torch.nan)
-        q, k, v = (torch.randn(rows, heads, D, generator=torch.Generator().manual_seed(heads)) for heads in (8, 2, 4))
-        q, k, v = q.requires_grad_(), k.requires_grad_(), v[:, :2].detach().requires_grad_()
-        out = autoflash.attention_varlen(q, k, v, cu, cu, causal=True, deterministic=True, vendor="never")
-        found.append(torch.autograd.grad(out.sum(), (q, k, v)))  # type: ignore[union-attr]
-
-    for later in found[1:]:
-        assert all(torch.equal(a, b) and bool(a.isfinite().all()) for a, b in zip(found[0], later, strict=True))
-
-
-def test_the_longest_sequence_is_a_hint_only() -> None:
-    q, k, v = packed()
-    cu_q, cu_k = offsets(LENGTHS_Q), offsets(LENGTHS_K)
-
-    hinted = autoflash.attention_varlen(q, k, v, cu_q, cu_k, max_seqlen_q=65, max_seqlen_k=130, vendor="never")
-
-    torch.testing.assert_close(hinted, autoflash.attention_varlen(q, k, v, cu_q, cu_k, vendor="never"))
-
-
-def test_no_sequence_at_all_gives_zeros() -> None:
-    q, k, v = packed(grad=True)
-    nothing = torch.zeros(1, dtype=torch.int32)
-
-    out, lse = autoflash.attention_varlen(q, k, v, nothing, nothing, return_lse=True, vendor="never")
-
-    assert not out.any()
-    assert bool((lse == -torch.inf).all())
-    assert not any(gradient.any() for gradient in torch.autograd.grad(out.sum(), (q, k, v)))
-
-
 # Refusals
 
 
@@ -382,143 +272,3 @@ def test_what_cannot_be_meant_is_refused_before_any_launch(arguments: Case, word
 
     with pytest.raises(InvalidProblemError, match=words):
         autoflash.attention(q, k, v, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("cu_q", "cu_k", "words"),
-    [
-        (offsets([5, 3]), offsets([8]), "as many sequences, got 2 and 1"),
-        (offsets([5, 3]).float(), offsets([5, 3]), "cu_seqlens_q must be int32 or int64"),
-        (offsets([500, 3]), offsets([5, 3]), "end at most at the 167 rows"),
-        (torch.tensor([0, 9, 5], dtype=torch.int32), offsets([5, 3]), "never fall"),
-        (torch.tensor([1, 9], dtype=torch.int32), offsets([5]), "begin with 0"),
-        (offsets([5, 3])[None], offsets([5, 3]), r"of shape \(sequences \+ 1,\)"),
-        ([0, 5], offsets([5]), "cu_seqlens_q must be a tensor, got list"),
-    ],
-)
-def test_offsets_that_describe_no_sequences_are_refused(cu_q: Any, cu_k: Any, words: str) -> None:
-    q, k, v = packed()
-
-    with pytest.raises(InvalidProblemError, match=words):
-        autoflash.attention_varlen(q, k, v, cu_q, cu_k)
-
-
-# Whoever traces or transforms the call
-
-
-FEATURES: dict[str, Case] = {
-    "window": {"window": (7, 3)},
-    "mask": {"mask": bool_mask(B, 1, M, N)},
-    "all": {"mask": float_mask(M, N), "softcap": 2.0, "window": (20, 4), "causal": True},
-}
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", FEATURES)
-def test_a_compiled_call_gives_the_bits_of_an_eager_one(name: str) -> None:
-    torch.compiler.reset()
-    arguments = FEATURES[name]
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return autoflash.attention(q, k, v, vendor="never", **arguments)  # type: ignore[return-value]
-
-    results = []
-    for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
-        q, k, v = tensors(grad=True)
-        out = call(q, k, v)
-        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
-
-    assert all(torch.equal(eager, traced) for eager, traced in zip(*results, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled_packed_sequences_and_dropout_run_whole() -> None:
-    torch.compiler.reset()
-    cu_q, cu_k = offsets(LENGTHS_Q), offsets(LENGTHS_K)
-
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return autoflash.attention_varlen(q, k, v, cu_q, cu_k, causal=True, dropout_p=0.2, vendor="never")  # type: ignore[return-value]
-
-    q, k, v = packed(grad=True)
-    torch.manual_seed(11)
-    eager = run(q, k, v)
-    torch.manual_seed(11)
-    traced = torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v)
-
-    assert torch.equal(eager, traced)
-
-
-@pytest.mark.parametrize("name", [*FEATURES, "varlen"])
-def test_opcheck_accepts_featured_calls(name: str) -> None:
-    options: tuple[object, ...] = (0.25, "full", False, "never", True, True)
-    extras: list[Tensor | None] = [None, None, None, None]
-    features: tuple[object, ...] = (-1, -1, 0.0, 0.0, 0, 0)
-    q, k, v = tensors(grad=True)
-    if name == "varlen":
-        q, k, v = (x.detach().transpose(0, 1)[None].requires_grad_() for x in packed(3))
-        extras[1:] = [offsets(LENGTHS_Q), offsets(LENGTHS_K), draw_rng(q)]
-        features = (9, -1, 0.0, 0.1, 0, 0)
-    elif name == "window":
-        features = (7, 3, 0.0, 0.0, 0, 0)
-    else:
-        extras[0] = FEATURES[name]["mask"].expand(B, H, M, N)
-        features = (-1, -1, 2.0, 0.0, 0, 0)
-    arguments = (q, k, v, *extras, *options, *features)
-
-    found = torch.library.opcheck(
-        torch.ops.autoflash.attention_forward.default,
-        arguments,
-        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
-    )
-
-    assert set(found.values()) == {"SUCCESS"}
-
-
-def test_vmap_over_masks_is_right() -> None:
-    q, k, v = tensors()
-    masks = torch.stack([bool_mask(M, N), ~bool_mask(M, N)])
-
-    mapped = torch.func.vmap(lambda mask: autoflash.attention(q, k, v, mask=mask, vendor="never"))(masks)
-
-    for mask, out in zip(masks, mapped, strict=True):
-        torch.testing.assert_close(out, autoflash.attention(q, k, v, mask=mask, vendor="never"))
-
-
-def test_vmap_with_dropout_or_packed_sequences_is_refused() -> None:
-    q, k, v = tensors()
-    several = torch.stack([q, q])
-    with pytest.raises(UnsupportedError, match="vmap with dropout is not built"):
-        torch.func.vmap(lambda q: autoflash.attention(q, k, v, dropout_p=0.1), randomness="different")(several)
-    one, two, three = packed()
-    cu_q, cu_k = offsets(LENGTHS_Q), offsets(LENGTHS_K)
-    with pytest.raises(UnsupportedError, match="vmap of packed sequences is not built"):
-        torch.func.vmap(lambda q: autoflash.attention_varlen(q, two, three, cu_q, cu_k))(torch.stack([one, one]))
-
-
-def test_autocast_casts_featured_calls() -> None:
-    q, k, v = tensors(grad=True)
-
-    with torch.autocast("cpu", torch.bfloat16):
-        out = autoflash.attention(q, k, v, window=(7, 3), softcap=2.0, vendor="never")
-
-    assert isinstance(out, Tensor)
-    assert out.dtype is torch.bfloat16
-    assert torch.autograd.grad(out.float().sum(), q)[0].dtype is torch.float32
-
-
-def test_explain_knows_the_features() -> None:
-    q, k, v = tensors(grad=True)
-
-    explained = autoflash.explain(q, k, v, window=(7, 3), softcap=2.0, dropout_p=0.1, vendor="never")
-
-    assert ["/full+softcap+window+dropout/" in str(one.cell) for one in explained.passes] == [True, True]
-
-
-def test_warmup_of_featured_calls_prepares_them_and_leaves_the_generator_alone() -> None:
-    q, k, v = tensors()
-    before = torch.get_rng_state()
-
-    explained = autoflash.warmup(q, k, v, backward=True, window=(7, 3), dropout_p=0.1, vendor="never")
-
-    assert torch.equal(torch.get_rng_state(), before)
-    assert len(explained.passes) == 2

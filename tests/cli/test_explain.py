@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from autoflash.control import forget
 from autoflash.cli.application import main
+from autoflash.control import forget
 from tests.cli.conftest import Filled
 
 

@@ -97,18 +97,21 @@ def _score(cfg: dict[str, Any], facts: dict[str, Any] | None) -> float:
 
 
 def _tiles(cfg: dict[str, Any]) -> list[Tile]:
-    part, waits = cfg.get("PART"), cfg.get("PIPE") in (1, 2, 3, 6)
-    launch = {"width": cfg["D"], "warps": cfg["warps"], "rows_there_are": 4096, "steps_there_are": 4096, "staged": 2}
+    part, waits, width = cfg.get("PART"), cfg.get("PIPE") in (1, 2, 3, 6), cfg["D"]
+    launch = {"warps": cfg["warps"], "rows_there_are": 4096, "steps_there_are": 4096, "mask_bytes": 0}
+    launch |= {"staged": 2 * width, "at_once": 2 * width}
+    one = {"accumulators": 1, "accumulated": width}
     if part is None:
+        owner = {**launch, **one, "resident": width, "at_once": width}
         extra = cfg["BM"] * cfg["BN"] * 2 if waits else 0
-        owner = {"accumulators": 1, "resident": 1, "extra_bytes": extra}
-        return [Tile(rows=cfg["BM"], step=cfg["BN"], stages=cfg["NS"], **owner, **launch)]
-    keys = Tile(rows=cfg["BN"], step=cfg["BM"], stages=cfg["NS"], accumulators=2, resident=2, extra_bytes=0, **launch)
-    owner = {"accumulators": 1, "resident": 2, "extra_bytes": 0}
+        return [Tile(rows=cfg["BM"], step=cfg["BN"], stages=cfg["NS"], extra_bytes=extra, **owner)]
+    launch |= {"resident": 2 * width, "extra_bytes": 0}
+    two = {"accumulators": 2, "accumulated": 2 * width}
+    keys = Tile(rows=cfg["BN"], step=cfg["BM"], stages=cfg["NS"], **two, **launch)
     if part == 1:
         return [keys]
     if part == 2:
-        return [Tile(rows=cfg["BM"], step=cfg["BN"], stages=cfg["NS"], **owner, **launch)]
+        return [Tile(rows=cfg["BM"], step=cfg["BN"], stages=cfg["NS"], **one, **launch)]
     if part == 5:
-        return [keys, Tile(rows=cfg["BM2"], step=cfg["BN2"], stages=cfg["NS2"], **owner, **launch)]
-    return [keys, Tile(rows=cfg["BN"], step=cfg["BM"], stages=cfg["NS"], **owner, **launch)]
+        return [keys, Tile(rows=cfg["BM2"], step=cfg["BN2"], stages=cfg["NS2"], **one, **launch)]
+    return [keys, Tile(rows=cfg["BN"], step=cfg["BM"], stages=cfg["NS"], **one, **launch)]
