@@ -62,7 +62,8 @@ def _no_records() -> Iterator[None]:
 @pytest.mark.parametrize("op", list(Pass))
 @pytest.mark.parametrize("name", FEATURES)
 def test_every_feature_is_inside_the_gate(name: str, op: Pass, dtype: DType, device: Device) -> None:
-    problem = make_problem(op=op, dtype=dtype, head_dim=64, batch=2, heads=4, seqlen_q=512, **FEATURES[name])
+    problem = make_problem(op=op, dtype=dtype, head_dim=64, batch=2, heads=4, seqlen_q=512)
+    problem = problem.replace(**FEATURES[name])
     variant = catalog.search_space(cell_of(problem, device), device, Family.TRITON).default()
 
     verification = verify(bind(Form.of(problem), variant, device), problem, Level.FULL, device=device)
