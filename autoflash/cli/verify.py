@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import click
+from click.core import ParameterSource
 
 from autoflash.cli.options import Common, ProblemOptions, common_options, problem_options
 from autoflash.cli.output import Column, number, print_json, print_table
 from autoflash.cli.records import first_line
 from autoflash.cli.variants import VariantOptions, variant_options
+from autoflash.cli.verify_all import FORMS, Selection, verify_all
 from autoflash.device import Device
 from autoflash.dispatch import table
 from autoflash.dispatch.buckets import cell_of, inside_of
@@ -18,12 +20,15 @@ from autoflash.dispatch.table import other_device
 from autoflash.errors import InvalidProblemError
 from autoflash.evaluate.verify import verify
 from autoflash.keys import Json
-from autoflash.problem import Form, Problem
+from autoflash.problem import DType, Form, Pass, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.probe import environment, probe
 from autoflash.space import catalog
 from autoflash.trial import Level, Verification
 from autoflash.variant import Variant
+
+_OPTIONS_OF_ALL = {"everything", "family", "features", "dtype", "op", "head_dim", "quick"}
+_OPTIONS_OF_ALL |= {"db", "table", "device", "as_json", "seed", "verbose"}
 
 COLUMNS = (
     Column(title="problem"),
@@ -49,17 +54,36 @@ class Checked:
 @common_options
 @problem_options
 @variant_options
-@click.option("--all", "everything", is_flag=True, help="Every recorded or shipped kernel of this device.")
+@click.option("--all", "everything", is_flag=True, help="Every structure of every family, with every feature.")
+@click.option("--feature", "features", multiple=True, type=click.Choice(list(FORMS)), help="Of --all; may be repeated.")
+@click.option("--recorded", is_flag=True, help="Every recorded or shipped kernel of this device.")
 @click.option("--quick", is_flag=True, help="The problem itself and one irregular shape, not the full grid.")
-def command(wanted: VariantOptions, sizes: ProblemOptions, common: Common, everything: bool, quick: bool) -> None:
+def command(
+    wanted: VariantOptions,
+    sizes: ProblemOptions,
+    common: Common,
+    everything: bool,
+    features: tuple[str, ...],
+    recorded: bool,
+    quick: bool,
+) -> None:
     """Compare kernels with the float64 reference.
 
     By default the problem's recorded kernels, the default of each family, and the vendor's kernels; with --family
     and --set one variant. The error is in units of what the gate allows: above 1 is wrong. Exit code 1 if any is.
+
+    --all goes through the families, structures, masks, features, types and passes, on two small problems each, and
+    shows the largest error against float64 beside those of torch's backends; --family, --feature, --dtype, --pass,
+    --head-dim and --quick (defaults only, one problem) restrict it.
     """
     device = probe(common.device)
-    level = Level.SCREEN if quick else Level.FULL
     if everything:
+        verify_all(common, device, _selection(wanted, sizes, features, quick))
+        return
+    if features:
+        raise click.UsageError("--feature restricts --all: give the problem's own options instead")
+    level = Level.SCREEN if quick else Level.FULL
+    if recorded:
         pairs = list(_recorded(common, device))
     elif wanted.given:
         problem = sizes.problem(device)
@@ -80,11 +104,39 @@ def command(wanted: VariantOptions, sizes: ProblemOptions, common: Common, every
         raise click.exceptions.Exit(1)
 
 
+def _selection(wanted: VariantOptions, sizes: ProblemOptions, features: tuple[str, ...], quick: bool) -> Selection:
+    """What ``--all`` goes through.
+
+    Raises:
+        click.UsageError: for an option that names a problem or a variant, which --all does not look at.
+    """
+    context = click.get_current_context()
+    given = {
+        parameter.name: parameter.opts[-1]
+        for parameter in context.command.params
+        if parameter.name is not None and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+    }
+    unused = [option for name, option in given.items() if name not in _OPTIONS_OF_ALL]
+    if unused:
+        raise click.UsageError(f"--all has problems of its own: leave out {', '.join(unused)}")
+    return Selection(
+        family=wanted.family,
+        features=features or tuple(FORMS),
+        dtypes=tuple(DType) if sizes.dtype is None else (sizes.dtype,),
+        passes=(sizes.op,) if "op" in given else tuple(Pass),
+        head_dim=sizes.head_dim,
+        is_quick=quick,
+    )
+
+
 def _candidates(common: Common, problem: Problem, device: Device) -> Iterator[tuple[Problem, Variant]]:
     cell = cell_of(problem, device)
     hits = table.load(common.db, common.table).hits(cell, environment(device))
     variants = [choice.variant for hit in hits if hit.is_exact for choice in hit.decision.choices]
-    variants += [catalog.search_space(cell, device, family).default() for family in catalog.families(cell.op, device)]
+    variants += [
+        catalog.search_space(cell, device, family).default()
+        for family in catalog.families(cell.op, device, cell.features)
+    ]
     variants += catalog.vendors(cell, device)
     yield from ((problem, variant) for variant in dict.fromkeys(variants))
 

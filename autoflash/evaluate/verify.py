@@ -37,6 +37,21 @@ class Finding:
     words: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What a kernel made of one case.
+
+    Attributes:
+        expected: What it should have made.
+        results: Its outputs, by name.
+        finding: The worst comparison.
+    """
+
+    expected: Expected
+    results: dict[str, Tensor]
+    finding: Finding
+
+
 def verify(executable: Executable, problem: Problem, level: Level, *, device: Device | None = None) -> Verification:
     """Put a kernel through the gate.
 
@@ -53,7 +68,7 @@ def verify(executable: Executable, problem: Problem, level: Level, *, device: De
             CPU.
     """
     place = _torch_device(executable, device)
-    with _running_on(place, problem.tf32):
+    with running_on(place, problem.tf32):
         findings = _verify_cases(
             executable, screen_cases(problem) if level is Level.SCREEN else full_cases(problem), place
         )
@@ -128,8 +143,14 @@ def _verify_cases(executable: Executable, cases: Sequence[Case], device: str) ->
     return findings or [Finding(WORST_RATIO, f"every case is refused, for example because {refusal}")]
 
 
-def _verify_case(executable: Executable, case: Case, device: str) -> Finding | str:
-    """The worst finding of one case, or the reason why the executable refuses it."""
+def run_case(executable: Executable, case: Case, device: str) -> Run | str:
+    """Run a kernel on one case and apply the rules; or the reason why the executable refuses it.
+
+    Args:
+        executable: The kernel.
+        case: What to compute.
+        device: Where, as torch names it.
+    """
     wanted = expected(case.values, device, _has_lse(executable))
     inputs = _place_inputs(executable, case, wanted)
     tensors = [inputs[name].tensor for name in ("q", "k", "v", *(["dout"] if "dout" in inputs else []))]
@@ -151,8 +172,13 @@ def _verify_case(executable: Executable, case: Case, device: str) -> Finding | s
     findings += [compare(name, results[name], limit) for name, limit in wanted.limits]
     if "lse" in results and _has_lse(executable):
         findings.append(compare_lse(results["lse"], wanted.lse, wanted.lse_slack))
-    worst = max(findings)
-    return Finding(worst.ratio, f"{worst.words} ({case})")
+    return Run(expected=wanted, results=results, finding=max(findings))
+
+
+def _verify_case(executable: Executable, case: Case, device: str) -> Finding | str:
+    """The worst finding of one case, or the reason why the executable refuses it."""
+    run = run_case(executable, case, device)
+    return run if isinstance(run, str) else Finding(run.finding.ratio, f"{run.finding.words} ({case})")
 
 
 def _verify_determinism(executable: Executable, case: Case, device: str) -> Finding:
@@ -231,7 +257,7 @@ def _launch(
 
 
 @contextmanager
-def _running_on(device: str, tf32: bool) -> Iterator[None]:
+def running_on(device: str, tf32: bool) -> Iterator[None]:
     """Make the device current, and let torch's own float32 products be what the problem says."""
     if device == "cpu":
         yield

@@ -6,10 +6,15 @@ from typing import Any
 import pytest
 
 from autoflash.cli.application import main
+from autoflash.cli.verify_all import structures
+from autoflash.dispatch.buckets import cell_of
+from autoflash.problem import DType
+from autoflash.space import catalog
 from autoflash.trial import Level
 from autoflash.variant import Family
 from tests.cli.conftest import Filled
-from tests.factories import make_verification
+from tests.evaluate.candidates import Fails, Kernel
+from tests.factories import make_device, make_problem, make_verification
 
 SMALL = ["--seqlen", "64", "--heads", "2", "--quick"]
 
@@ -41,7 +46,7 @@ def test_recorded_kernels_of_this_device_are_verified(
 
     monkeypatch.setattr("autoflash.cli.verify.verify", passes)
 
-    (checked,) = run_json("verify", "--all")
+    (checked,) = run_json("verify", "--recorded")
 
     assert checked["variant"] == filled.winner.to_dict()
     assert levels == [Level.FULL]
@@ -70,3 +75,106 @@ def test_a_kernel_that_raises_is_wrong_and_the_others_are_still_asked(
 
     assert len(checked) > 1
     assert {one["detail"] for one in checked} == {"RuntimeError: an illegal memory access"}
+
+
+def test_all_structures_and_features_are_measured_beside_torch_s_backends(run_json: Callable[..., Any]) -> None:
+    restricted = ["--feature", "window", "--feature", "together_varlen", "--dtype", "fp32", "--head-dim", "32"]
+
+    rows = run_json("verify", "--all", *restricted)
+
+    assert [(row["form"], row["variant"]["structure"]["loop_order"]) for row in rows] == [
+        (form, loop_order)
+        for form in (
+            "forward/full+window",
+            "backward/full+window",
+            "forward/causal+varlen+softcap+window+dropout",
+            "backward/causal+varlen+softcap+window+dropout",
+        )
+        for loop_order in ("query_outer", "key_outer")
+    ]
+    assert {(row["dtype"], row["head_dim"]) for row in rows} == {("fp32", 32)}
+    for row in rows:
+        assert len(row["cases"]) == 2
+        assert all(case["gate"] <= 1.0 for case in row["cases"])
+    outputs = [[errors["output"] for errors in row["cases"][0]["errors"]] for row in rows]
+    assert outputs == [["out"], ["out"], ["dq", "dk", "dv"], ["dq", "dk", "dv"]] * 2
+    window, together = rows[0]["cases"][0]["errors"][0], rows[4]["cases"][0]["errors"][0]
+    assert set(window["torch"]) == {"flash", "math", "plain"}
+    assert window["ratio"] == window["kernel"] / min(window["torch"]["flash"], window["torch"]["math"])
+    assert set(together["torch"]) == {"plain"}
+
+
+def test_all_may_be_restricted_to_a_pass_a_family_and_the_defaults(
+    run_json: Callable[..., Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = [
+        "--all",
+        "--quick",
+        "--pass",
+        "forward",
+        "--family",
+        "torch_tiled",
+        "--dtype",
+        "bf16",
+        "--feature",
+        "softcap",
+    ]
+
+    (row,) = run_json("verify", *few)
+    assert main(["verify", "--device", "cpu", *few]) == 0
+
+    assert (row["form"], len(row["cases"])) == ("forward/full+softcap", 1)
+    assert "113x203" in row["cases"][0]["case"]
+    text = capsys.readouterr().out
+    assert "forward/full+softcap/bf16/d64" in text
+    assert "ratio" in text
+
+
+@pytest.mark.parametrize("options", [["--softcap", "3"], ["--heads", "4"], ["--set", "block_m=64"], ["--recorded"]])
+def test_options_that_all_does_not_look_at_are_refused(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "cpu", "--all", *options]) == 2
+
+    assert options[0] in capsys.readouterr().err
+
+
+def test_features_alone_name_no_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "cpu", "--feature", "window"]) == 2
+
+    assert "--all" in capsys.readouterr().err
+
+
+def test_a_kernel_that_the_gate_rejects_is_an_error_of_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("autoflash.cli.verify_all.bind", lambda *_: Kernel("last key dropped"))
+    few = ["--all", "--quick", "--pass", "forward", "--dtype", "fp32", "--feature", "full"]
+
+    assert main(["verify", "--device", "cpu", *few]) == 1
+
+    assert "WRONG" in capsys.readouterr().out
+
+
+def test_a_kernel_that_raises_does_not_end_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("autoflash.cli.verify_all.bind", lambda *_: Fails())
+    few = ["--all", "--quick", "--pass", "forward", "--dtype", "fp32", "--feature", "full", "--feature", "causal"]
+
+    assert main(["verify", "--device", "cpu", *few]) == 1
+
+    text = capsys.readouterr().out
+    assert text.count("RuntimeError: an illegal memory access") == 2
+    assert text.count("WRONG") == 2
+
+
+def test_every_structure_of_the_triton_family_has_one_variant() -> None:
+    device = make_device("sm_90")
+    cell = cell_of(make_problem(dtype=DType.BF16, seqlen_q=512), device)
+    space = catalog.search_space(cell, device, Family.TRITON)
+
+    variants = structures(space)
+
+    assert {variant.structure for variant in variants} == {variant.structure for variant in space.variants()}
+    assert len({variant.structure for variant in variants}) == len(variants)
+    assert all(space.why_not(variant) is None for variant in variants)
+    assert space.default() in variants
