@@ -157,9 +157,12 @@ class Worker:
         self._requests = os.fdopen(request_write, "wb")
         self._replies = reply_read
         # Another thread may have interrupted it before there was a process to kill.
-        if self._closed:
+        if self._was_closed():
             self.restart()
             raise WorkerClosedError("this worker is closed")
+
+    def _was_closed(self) -> bool:
+        return self._closed
 
     def _import(self, module: str) -> Failure | None:
         """Import what a request needs, so that its time-out does not pay for it."""

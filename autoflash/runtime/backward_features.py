@@ -55,7 +55,7 @@ class MaskOperand(Operand):
                 yield NumberArgument(name=name, type="i64", multiple_of=multiple_of), stride
 
     def constants(self) -> dict[str, Constant]:
-        """What a kernel is compiled with: whether rows differ (a mask of keys alone has one for all), and a stride of 1."""
+        """What a kernel is compiled with: whether rows differ (a mask of keys has one for all), and a stride of 1."""
         fixed: dict[str, Constant] = {"MASK_HAS_ROWS": self.kernel_strides()[2] != 0}
         return fixed | ({"stride_mask_n": 1} if self.is_dense or self.strides[3] == 1 else {})
 

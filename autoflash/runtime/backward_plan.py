@@ -11,8 +11,8 @@ from autoflash.runtime.launch import Constant, KernelPlan, Layout, Number, Numbe
 from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, block_dim, descriptor_layout
 from autoflash.variant import Variant
 
-TENSORS = ("q", "k", "v", "out", "lse", "dout", "dlse", "log2_sum", "delta", "acc", "dq", "dk", "dv")
-TENSORS += ("mask", "rng", "cu_q", "cu_k")
+_PLAIN_TENSORS = ("q", "k", "v", "out", "lse", "dout", "dlse", "log2_sum", "delta", "acc", "dq", "dk", "dv")
+TENSORS = (*_PLAIN_TENSORS, "mask", "rng", "cu_q", "cu_k")
 """Every tensor of a backward call; a step names those that it takes by their position here."""
 
 # The kernels before and after move memory: a tile of 8192 elements keeps 4 warps busy and few registers.

@@ -101,7 +101,8 @@ class MaskOperand:
 
     def constants(self) -> dict[str, Constant]:
         """What kernels are compiled with."""
-        return {"MASK_HAS_ROWS": self.has_rows} | ({"stride_mask_n": 1} if self.strides[3] == 1 else {})
+        constants: dict[str, Constant] = {"MASK_HAS_ROWS": self.has_rows}
+        return constants | ({"stride_mask_n": 1} if self.strides[3] == 1 else {})
 
     def numbers(self) -> dict[NumberArgument, Number]:
         """The strides that kernels are given at launch, in the order of their parameters."""
