@@ -220,6 +220,26 @@ class Problem:
         """Query i stands at key i + diagonal. Of packed sequences, each has its own."""
         return self.seqlen_k - self.seqlen_q if self.alignment is Alignment.BOTTOM_RIGHT else 0
 
+    def without_idle_bounds(self) -> Problem:
+        """The same problem by the plainest mask and window, so that equal problems are served by one kernel.
+
+        A window with nothing to the right is a causal mask, and a bound that hides no key is none.
+        """
+        if not self.has_window:
+            return self
+        left, right, mask = self.window_left, self.window_right, self.mask
+        if right == 0 and mask is Mask.FULL:
+            mask = Mask.CAUSAL
+        first, last = self.diagonal, self.diagonal + self.seqlen_q - 1
+        if self.is_varlen:
+            # Nothing is known of a sequence but that it is no longer than all of them.
+            first, last = -self.rows_q, max(self.rows_q, self.rows_k)
+        if mask is Mask.CAUSAL or (right is not None and first + right >= self.rows_k - 1):
+            right = None
+        if left is not None and left >= last:
+            left = None
+        return self.replace(mask=mask, window_left=left, window_right=right)
+
     def replace(self, **changes: object) -> Problem:
         """A copy with some fields changed, checked and normalised again."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]  # dataclasses.replace is untyped by name

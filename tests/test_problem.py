@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoflash.errors import InvalidProblemError
-from autoflash.problem import Alignment, Cell, DType, Mask, Parallelism, Pass
+from autoflash.problem import Alignment, Cell, DType, Mask, Parallelism, Pass, Problem
 from tests.factories import make_cell, make_problem
 
 
@@ -81,3 +81,49 @@ def test_a_cell_reads_well() -> None:
     cell = make_cell(head_dim=128, group=4, mask=Mask.CAUSAL, q_bucket=12)
 
     assert str(cell) == "forward/bf16/d128/gqa4/causal/q4096/k4096"
+
+
+_Bounds = tuple[int | None, int | None]
+
+
+@pytest.mark.parametrize(
+    ("mask", "bounds", "plain_mask", "plain_bounds"),
+    [
+        (Mask.FULL, (3, 0), Mask.CAUSAL, (3, None)),
+        (Mask.FULL, (None, 0), Mask.CAUSAL, (None, None)),
+        (Mask.CAUSAL, (3, 5), Mask.CAUSAL, (3, None)),
+        (Mask.CAUSAL, (None, 5), Mask.CAUSAL, (None, None)),
+        (Mask.FULL, (3, 2), Mask.FULL, (3, 2)),
+        # 8 queries stand at keys 4 to 11 of 12.
+        (Mask.FULL, (11, 7), Mask.FULL, (None, None)),
+        (Mask.FULL, (10, 6), Mask.FULL, (10, 6)),
+    ],
+)
+def test_the_plainest_window_hides_the_same_keys(
+    mask: Mask, bounds: _Bounds, plain_mask: Mask, plain_bounds: _Bounds
+) -> None:
+    asked = make_problem(seqlen_q=8, seqlen_k=12, mask=mask).replace(window_left=bounds[0], window_right=bounds[1])
+
+    plain = asked.without_idle_bounds()
+
+    assert (plain.mask, (plain.window_left, plain.window_right)) == (plain_mask, plain_bounds)
+    assert _visible(plain) == _visible(asked)
+
+
+def test_of_packed_sequences_only_a_window_wider_than_all_of_them_is_idle() -> None:
+    packed = make_problem(batch=4, seqlen_q=8).replace(packed_q=32, packed_k=32, window_left=31, window_right=31)
+
+    assert packed.without_idle_bounds() == packed
+    assert not packed.replace(window_left=32, window_right=63).without_idle_bounds().has_window
+
+
+def _visible(problem: Problem) -> set[tuple[int, int]]:
+    left = problem.seqlen_k if problem.window_left is None else problem.window_left
+    right = problem.seqlen_k if problem.window_right is None else problem.window_right
+    right = 0 if problem.causal else right
+    return {
+        (row, key)
+        for row in range(problem.seqlen_q)
+        for key in range(problem.seqlen_k)
+        if -left <= key - (row + problem.diagonal) <= right
+    }

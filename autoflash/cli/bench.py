@@ -14,6 +14,7 @@ import autoflash
 from autoflash.cli import bench_grid
 from autoflash.cli.bench_grid import Grid, Row
 from autoflash.cli.bench_sweep import Sweep, sweep
+from autoflash.cli.features import feature_options
 from autoflash.cli.options import DTYPE, PASS, Common, common_options
 from autoflash.cli.output import Column, markdown_table, number, print_json, print_table
 from autoflash.deploy.export import write_table
@@ -24,8 +25,9 @@ from autoflash.dispatch.buckets import cell_of, problem_of
 from autoflash.dispatch.ladder import Here, VendorPolicy, inference_ladder
 from autoflash.evaluate import overhead
 from autoflash.keys import Json
-from autoflash.problem import DType, Mask, Pass
+from autoflash.problem import DType, Mask, Pass, features_text
 from autoflash.runtime.probe import environment, probe
+from autoflash.search.presets import Asked
 from autoflash.space import catalog
 from autoflash.variant import Family
 
@@ -41,11 +43,13 @@ README_END = "<!-- benchmark table: end -->"
 @click.option("--head-dim", "head_dims", type=click.IntRange(1), multiple=True, help="Only this one; may be repeated.")
 @click.option("--seqlen", "seqlens", type=click.IntRange(1), multiple=True, help="Only this one; may be repeated.")
 @click.option("--causal/--full", default=None, help="Only this mask.")
+@feature_options
 @click.option("--exhaustive", is_flag=True, help="Sweep every variant of one cell, and judge the recorded winner.")
 @click.option("--overhead", "host", is_flag=True, help="Host time of a small call against torch SDPA.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to write results to, as JSON.")
 @click.option("--readme", type=click.Path(exists=True, path_type=Path), help="File to put the table into.")
 def command(
+    asked: Asked,
     common: Common,
     quick: bool,
     ops: tuple[str, ...],
@@ -62,14 +66,15 @@ def command(
 
     The grid is B*S = 16384 tokens, H*D = 2048, S = 512..16384, D = 64/128/256, causal and full, forward and backward
     (smaller on a CPU). TFLOP/s are 4*B*H*S*S*D floating point operations over the time, half of it where causal,
-    and 2.5 times as many backward. Each generated kernel is the one that attention(vendor="never") runs.
+    and 2.5 times as many backward. Each generated kernel is the one that attention(vendor="never") runs. Features such
+    as --window are asked of every problem; torch's kernels are not timed with them.
     """
     device = probe(common.device)
     if host:
         _overhead(common, device)
         return
     grid = bench_grid.default_grid(device, quick=quick)
-    changes: dict[str, object] = {}
+    changes: dict[str, object] = {"asked": asked}
     if ops:
         changes["ops"] = tuple(Pass(op) for op in ops)
     if head_dims:
@@ -89,7 +94,11 @@ def command(
 
 def _grid(common: Common, device: Device, grid: Grid, out: Path | None, readme: Path | None) -> None:
     decisions = table.load(common.db, common.table)
-    backends = ("cudnn", "flash") if device.kind.value != "cpu" else ("flash", "math")
+    features = features_text(next(grid.problems()).features)
+    backends: tuple[str, ...] = ("cudnn", "flash") if device.kind.value != "cpu" else ("flash", "math")
+    if features:
+        # Torch's kernels are not asked for them.
+        backends = ()
     with Progress(console=common.progress, transient=True) as progress:
         task = progress.add_task("benchmark", total=sum(1 for _ in grid.problems()))
         rows = bench_grid.run(
@@ -103,7 +112,8 @@ def _grid(common: Common, device: Device, grid: Grid, out: Path | None, readme: 
     report = _report(device, grid, rows)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_table(out / f"{device_slug(device.name)}.json", bench_json(report), force=True)
+        name = "-".join([device_slug(device.name), *features.split(",")]) if features else device_slug(device.name)
+        write_table(out / f"{name}.json", bench_json(report), force=True)
     short = f"{_caption(device, backends)}\n\n{markdown_table(*bench_grid.pivot(rows, backends))}\n"
     if readme is not None:
         _put_into(readme, short)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoflash.cli.output import Column
 from autoflash.device import Device, DeviceKind
@@ -15,9 +15,10 @@ from autoflash.dispatch.table import Table
 from autoflash.evaluate.benchmark import Call, device_lock, interleaved, make_call
 from autoflash.evaluate.cost import tflops
 from autoflash.keys import Json
-from autoflash.problem import DType, Form, Mask, Pass, Problem
+from autoflash.problem import DType, Form, Mask, Pass, Problem, features_text
 from autoflash.runtime.bind import bind
 from autoflash.runtime.probe import environment
+from autoflash.search.presets import Asked
 from autoflash.space import catalog
 from autoflash.trial import Measurement, Tier
 from autoflash.variant import Variant
@@ -35,6 +36,7 @@ class Grid:
         tokens: B * S of each.
         model_dim: H * D of each.
         seqlens, head_dims, dtype, ops, masks: The axes.
+        asked: What each asks for beyond plain attention.
     """
 
     tokens: int
@@ -44,12 +46,13 @@ class Grid:
     dtype: DType
     ops: tuple[Pass, ...]
     masks: tuple[Mask, ...]
+    asked: Asked = field(default_factory=Asked)
 
     def problems(self) -> Iterator[Problem]:
         """One problem after the other, shortest sequence first within a head dimension, mask and pass."""
         for op, mask, head_dim, seqlen in itertools.product(self.ops, self.masks, self.head_dims, self.seqlens):
             heads = max(1, self.model_dim // head_dim)
-            yield Problem(
+            problem = Problem(
                 op=op,
                 dtype=self.dtype,
                 head_dim=head_dim,
@@ -61,6 +64,7 @@ class Grid:
                 seqlen_k=seqlen,
                 mask=mask,
             )
+            yield self.asked.of(problem)
 
 
 def default_grid(device: Device, *, quick: bool) -> Grid:
@@ -194,6 +198,7 @@ def row_json(row: Row) -> dict[str, Json]:
         "pass": problem.op.value,
         "dtype": problem.dtype.value,
         "mask": problem.mask.value,
+        "features": features_text(problem.features),
         "head_dim": problem.head_dim,
         "batch": problem.batch,
         "heads": problem.heads,
@@ -230,7 +235,7 @@ def row_cells(row: Row, backends: Sequence[str]) -> list[str]:
     speeds = [row.generated, *(row.vendors.get(backend) for backend in backends)]
     return [
         problem.op.value,
-        problem.mask.value,
+        _mask(problem),
         str(problem.head_dim),
         str(problem.seqlen_q),
         *(_speed(one) for one in speeds),
@@ -248,12 +253,17 @@ def pivot(rows: Sequence[Row], backends: Sequence[str]) -> tuple[list[Column], l
     for row in rows:
         problem = row.problem
         speeds = [_speed(one) for one in (row.generated, *(row.vendors.get(backend) for backend in backends))]
-        line = lines.setdefault((problem.op.value, problem.mask.value, problem.head_dim), {})
+        line = lines.setdefault((problem.op.value, _mask(problem), problem.head_dim), {})
         line[problem.seqlen_q] = " / ".join(speeds)
     return columns, [
         [op, mask, str(head_dim), *(line.get(seqlen, "-") for seqlen in seqlens)]
         for (op, mask, head_dim), line in lines.items()
     ]
+
+
+def _mask(problem: Problem) -> str:
+    """The mask with the features, such as ``causal+softcap``."""
+    return "+".join([problem.mask.value, *(feature.value for feature in problem.features)])
 
 
 def _speed(timed: Timed | None) -> str:

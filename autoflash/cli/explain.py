@@ -8,9 +8,8 @@ import autoflash
 from autoflash.cli.options import Common, ProblemOptions, common_options, problem_options, vendor_option
 from autoflash.cli.output import print_json
 from autoflash.dispatch import table
-from autoflash.evaluate.blank import blank_inputs
+from autoflash.evaluate.blank import blank_inputs, call_arguments
 from autoflash.ops import CALLS
-from autoflash.problem import Problem
 from autoflash.runtime.probe import probe
 
 
@@ -27,13 +26,8 @@ def command(sizes: ProblemOptions, common: Common, vendor: str | None) -> None:
     problem = sizes.problem(device)
     CALLS.reset(table.load(common.db, common.table))
     q, k, v = blank_inputs(problem, device)
-    explanation = autoflash.explain(q, k, v, causal=causal_argument(problem), vendor=vendor)
+    explanation = autoflash.explain(q, k, v, vendor=vendor, **call_arguments(problem, device))
     if common.json:
         print_json(explanation.to_dict())
         return
     click.echo(str(explanation))
-
-
-def causal_argument(problem: Problem) -> bool | str:
-    """What attention() takes as ``causal`` for a problem's mask."""
-    return problem.alignment.value if problem.causal else False

@@ -6,7 +6,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, TypeVar
 
 import click
@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from autoflash import paths
+from autoflash.cli.features import feature_options
 from autoflash.device import Device, DeviceKind
 from autoflash.problem import Alignment, DType, Mask, Pass, Problem
+from autoflash.search.presets import Asked
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -83,13 +85,15 @@ class ProblemOptions:
     Attributes:
         op, causal: As given.
         dtype: None: bf16 on a GPU, fp32 on a CPU.
-        head_dim, batch, heads, seqlen: As given.
-        kv_heads, seqlen_k: None: as ``heads`` and ``seqlen``.
+        head_dim, batch, heads, seqlen: As given; of packed sequences, ``batch`` is their number.
+        head_dim_v, kv_heads, seqlen_k: None: as ``head_dim``, ``heads`` and ``seqlen``.
+        asked: What is asked for beyond plain attention.
     """
 
     op: Pass
     dtype: DType | None
     head_dim: int
+    head_dim_v: int | None
     batch: int
     heads: int
     kv_heads: int | None
@@ -97,19 +101,20 @@ class ProblemOptions:
     seqlen_k: int | None
     causal: bool
     top_left: bool
+    asked: Asked = field(default_factory=Asked)
 
     def problem(self, device: Device) -> Problem:
         """The problem on a device.
 
         Raises:
-            InvalidProblemError: for sizes that mean nothing.
+            InvalidProblemError: for sizes that mean nothing, and for features that do not go together.
         """
         default = DType.FP32 if device.kind is DeviceKind.CPU else DType.BF16
-        return Problem(
+        problem = Problem(
             op=self.op,
             dtype=self.dtype or default,
             head_dim=self.head_dim,
-            head_dim_v=self.head_dim,
+            head_dim_v=self.head_dim if self.head_dim_v is None else self.head_dim_v,
             batch=self.batch,
             heads=self.heads,
             kv_heads=self.heads if self.kv_heads is None else self.kv_heads,
@@ -118,6 +123,7 @@ class ProblemOptions:
             mask=Mask.CAUSAL if self.causal or self.top_left else Mask.FULL,
             alignment=Alignment.TOP_LEFT if self.top_left else Alignment.BOTTOM_RIGHT,
         )
+        return self.asked.of(problem)
 
 
 PASS = click.Choice([member.value for member in Pass])
@@ -130,6 +136,7 @@ def problem_options(command: Callable[Concatenate[ProblemOptions, P], R]) -> Cal
     @click.option("--pass", "op", type=PASS, default="forward", show_default=True, help="Which computation.")
     @click.option("--dtype", type=DTYPE, help="Of query, key and value (default: bf16; fp32 on a CPU).")
     @click.option("--head-dim", type=click.IntRange(1), default=64, show_default=True, help="Length of a query vector.")
+    @click.option("--head-dim-v", type=click.IntRange(1), help="Length of a value vector (default: as --head-dim).")
     @click.option("--batch", type=click.IntRange(0), default=1, show_default=True, help="Batch size.")
     @click.option("--heads", type=click.IntRange(1), default=8, show_default=True, help="Query heads.")
     @click.option("--kv-heads", type=click.IntRange(1), help="Key and value heads (default: as --heads).")
@@ -137,12 +144,13 @@ def problem_options(command: Callable[Concatenate[ProblemOptions, P], R]) -> Cal
     @click.option("--seqlen-k", type=click.IntRange(0), help="Number of keys (default: as --seqlen).")
     @click.option("--causal", is_flag=True, help="Causal mask, aligned to the bottom right.")
     @click.option("--top-left", is_flag=True, help="Causal mask, aligned to the top left.")
+    @feature_options
     @functools.wraps(command)
-    def with_problem(*args: P.args, **options: P.kwargs) -> R:
-        names = ("head_dim", "batch", "heads", "kv_heads", "seqlen", "seqlen_k", "causal", "top_left")
+    def with_problem(asked: Asked, /, *args: P.args, **options: P.kwargs) -> R:
+        names = ("head_dim", "head_dim_v", "batch", "heads", "kv_heads", "seqlen", "seqlen_k", "causal", "top_left")
         sizes = {name: options.pop(name) for name in names}
         op, dtype = Pass(options.pop("op")), options.pop("dtype")
-        wanted = ProblemOptions(op=op, dtype=DType(dtype) if dtype else None, **sizes)  # type: ignore[arg-type]  # click has typed them
+        wanted = ProblemOptions(op=op, dtype=DType(dtype) if dtype else None, asked=asked, **sizes)  # type: ignore[arg-type]  # click has typed them
         return command(wanted, *args, **options)
 
     return with_problem

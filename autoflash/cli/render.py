@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from autoflash.cli.features import FEATURE, with_features
 from autoflash.cli.options import Common, ProblemOptions, common_options, problem_options
 from autoflash.cli.output import print_json
 from autoflash.cli.records import find_decision
@@ -20,14 +21,15 @@ from autoflash.variant import Family, Variant
 @common_options
 @problem_options
 @variant_options
-def command(wanted: VariantOptions, sizes: ProblemOptions, common: Common) -> None:
+@click.option("--feature", "features", type=FEATURE, multiple=True, help="With this feature; may be repeated.")
+def command(wanted: VariantOptions, sizes: ProblemOptions, common: Common, features: tuple[str, ...]) -> None:
     """Print the source of a kernel.
 
     Without --family and --set it is the recorded winner of the problem's cell, or the default where nothing is
     recorded. --device also takes an architecture that is not here, such as sm_90 or gfx942.
     """
     device = target(common.device, wanted.family)
-    cell = cell_of(sizes.problem(device), device)
+    cell = with_features(cell_of(sizes.problem(device), device), features)
     variant = wanted.variant(cell, device) if wanted.given else _winner(wanted, cell, device, common)
     if variant.family is Family.VENDOR:
         raise RenderError(f"{variant} is a kernel of torch's own: there is no source to render")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import click
 
 from autoflash import paths
+from autoflash.cli.features import FEATURE
 from autoflash.cli.options import DTYPE, PASS, Common, common_options
 from autoflash.cli.output import print_json, print_table
 from autoflash.cli.records import (
@@ -20,7 +21,7 @@ from autoflash.cli.records import (
 )
 from autoflash.db.repository import Repository
 from autoflash.dispatch import table
-from autoflash.problem import Cell
+from autoflash.problem import Cell, features_text
 from autoflash.trial import Decision, Status, Trial
 
 
@@ -32,6 +33,7 @@ from autoflash.trial import Decision, Status, Trial
 @click.option("--dtype", type=DTYPE, help="Only this type.")
 @click.option("--head-dim", type=int, help="Only this head dimension.")
 @click.option("--causal/--full", default=None, help="Only this mask.")
+@click.option("--feature", "features", type=FEATURE, multiple=True, help="Only with this feature; may be repeated.")
 @click.option("--shipped", is_flag=True, help="Also the tables that come with autoflash.")
 @click.option("--limit", type=click.IntRange(1), help="At most so many rows, the newest.")
 def command(
@@ -42,6 +44,7 @@ def command(
     dtype: str | None,
     head_dim: int | None,
     causal: bool | None,
+    features: tuple[str, ...],
     shipped: bool,
     limit: int | None,
 ) -> None:
@@ -52,7 +55,11 @@ def command(
 
     def is_asked_for(cell: Cell) -> bool:
         asked = ((op, cell.op.value), (dtype, cell.dtype.value), (head_dim, cell.head_dim))
-        return all(want is None or want == has for want, has in asked) and causal in (None, cell.mask.value == "causal")
+        return (
+            all(want is None or want == has for want, has in asked)
+            and causal in (None, cell.mask.value == "causal")
+            and set(features) <= {feature.value for feature in cell.features}
+        )
 
     if trials or status is not None:
         found = [trial for trial in _trials(common, status) if is_asked_for(trial.cell)]
@@ -79,8 +86,16 @@ def _decisions(common: Common, shipped: bool) -> Iterable[Decision]:
         return list(repository.decisions())
 
 
-def _order(cell: Cell) -> tuple[str, str, int, str, int, int]:
-    return (cell.op.value, cell.dtype.value, cell.head_dim, cell.mask.value, cell.q_bucket, cell.k_bucket)
+def _order(cell: Cell) -> tuple[str, str, int, str, str, int, int]:
+    return (
+        cell.op.value,
+        cell.dtype.value,
+        cell.head_dim,
+        cell.mask.value,
+        features_text(cell.features),
+        cell.q_bucket,
+        cell.k_bucket,
+    )
 
 
 def _show_trials(common: Common, trials: list[Trial]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from autoflash.cli.features import feature_options
 from autoflash.cli.options import DTYPE, PASS, Common, Duration, common_options
 from autoflash.cli.output import Column, number, print_json, print_table
 from autoflash.cli.progress import TuneProgress, rate
@@ -13,7 +14,7 @@ from autoflash.device import Device, DeviceKind
 from autoflash.keys import Json
 from autoflash.problem import Cell, DType, Mask, Pass
 from autoflash.runtime.probe import probe
-from autoflash.search.presets import Axes, Preset, cells, default_preset, effort
+from autoflash.search.presets import Asked, Axes, Preset, cells, default_preset, effort
 from autoflash.search.request import CellPlan, CellSummary, TuneRequest, TuneSummary
 from autoflash.search.tuner import plan, tune
 
@@ -49,18 +50,24 @@ FINALS_S = {DeviceKind.CPU: 5.0, DeviceKind.CUDA: 15.0, DeviceKind.HIP: 15.0}
 @click.option("--preset", type=click.Choice(PRESETS), help="Which cells (default: quick on a CPU, llm on a GPU).")
 @click.option("--pass", "ops", type=PASS, multiple=True, help="Only this pass; may be repeated.")
 @click.option("--head-dim", "head_dims", type=click.IntRange(1), multiple=True, help="Only this one; may be repeated.")
+@click.option("--head-dim-v", type=click.IntRange(1), help="Length of a value vector (default: as --head-dim).")
+@click.option("--group", "groups", type=click.IntRange(1), multiple=True, help="Query heads per key and value head.")
 @click.option("--dtype", "dtypes", type=DTYPE, multiple=True, help="Only this type; may be repeated.")
 @click.option("--causal/--full", default=None, help="Only this mask.")
 @click.option("--seqlen", "seqlens", type=click.IntRange(1), multiple=True, help="Only this one; may be repeated.")
+@feature_options
 @click.option("--trials", type=click.IntRange(1), help="Per cell, in all (default: the preset's).")
 @click.option("--more", type=click.IntRange(1), help="Instead: so many more per cell.")
 @click.option("--budget", type=Duration(), help="Stop searching after so long, such as 10m (default: the preset's).")
 @click.option("--dry-run", is_flag=True, help="Only say what would be done.")
 def command(
+    asked: Asked,
     common: Common,
     preset: str | None,
     ops: tuple[str, ...],
     head_dims: tuple[int, ...],
+    head_dim_v: int | None,
+    groups: tuple[int, ...],
     dtypes: tuple[str, ...],
     causal: bool | None,
     seqlens: tuple[int, ...],
@@ -72,7 +79,8 @@ def command(
     """Search for the fastest correct kernels on this device.
 
     Every candidate is compiled, verified against a float64 reference, timed and recorded, in processes of its own.
-    Interrupt it at will: the same command goes on where it stopped. Exit code 1 if a cell is left without a kernel.
+    Features such as --window are asked of every cell. Interrupt it at will: the same command goes on where it
+    stopped. Exit code 1 if a cell is left without a kernel.
     """
     if trials is not None and more is not None:
         raise click.UsageError("--trials is a total and --more adds to it: give one of them")
@@ -82,8 +90,11 @@ def command(
         passes=tuple(Pass(op) for op in ops) or None,
         dtypes=tuple(DType(dtype) for dtype in dtypes) or None,
         head_dims=head_dims or None,
+        head_dims_v=None if head_dim_v is None else (head_dim_v,),
+        groups=groups or None,
         masks=None if causal is None else (Mask.CAUSAL if causal else Mask.FULL,),
         seqlens=seqlens or None,
+        asked=None if asked == Asked() else (asked,),
     )
     usual = effort(chosen, device)
     request = TuneRequest(

@@ -10,7 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import click
 
 from autoflash.device import CROSS_TARGETS, Device, DeviceKind
-from autoflash.problem import Cell
+from autoflash.problem import Cell, features_text
 from autoflash.space import catalog
 from autoflash.space.knob import Knob
 from autoflash.variant import Choice, Choices, Family, Variant
@@ -42,7 +42,7 @@ class VariantOptions:
         Raises:
             click.UsageError: for a knob or value that the family does not have.
         """
-        family = self.family or catalog.families(cell.op, device)[0]
+        family = self.family or catalog.families(cell.op, device, cell.features)[0]
         if family is Family.VENDOR:
             return self._vendor(cell, device)
         space = catalog.search_space(cell, device, family)
@@ -63,6 +63,8 @@ class VariantOptions:
         return choices
 
     def _vendor(self, cell: Cell, device: Device) -> Variant:
+        if cell.features:
+            raise click.UsageError(f"--family vendor: torch's kernels are not asked for {features_text(cell.features)}")
         offered = {str(variant.structure["backend"]): variant for variant in catalog.vendors(cell, device)}
         choices = Choices(dict(setting.partition("=")[::2] for setting in self.settings))
         if list(choices) != ["backend"] or choices["backend"] not in offered:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import click
 
 import autoflash
-from autoflash.cli.explain import causal_argument
 from autoflash.cli.options import Common, ProblemOptions, common_options, problem_options, vendor_option
 from autoflash.cli.output import print_json
 from autoflash.dispatch import table
-from autoflash.evaluate.blank import torch_dtype
+from autoflash.evaluate.blank import blank_shapes, call_arguments, torch_dtype
 from autoflash.ops import CALLS
 from autoflash.problem import Pass
 from autoflash.runtime.probe import probe
@@ -29,14 +28,12 @@ def command(sizes: ProblemOptions, common: Common, vendor: str | None) -> None:
     problem = sizes.problem(device)
     CALLS.reset(table.load(common.db, common.table))
     explanation = autoflash.warmup(
-        (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim),
-        (problem.batch, problem.kv_heads, problem.seqlen_k, problem.head_dim),
-        (problem.batch, problem.kv_heads, problem.seqlen_k, problem.head_dim_v),
+        *blank_shapes(problem),
         dtype=torch_dtype(problem.dtype),
         device=device.torch_device,
         backward=problem.op is Pass.BACKWARD,
-        causal=causal_argument(problem),
         vendor=vendor,
+        **call_arguments(problem, device),
     )
     if common.json:
         print_json(explanation.to_dict())

@@ -126,6 +126,10 @@ def _cell_of(where: str, value: object) -> Cell:
     for name in ("q_bucket", "k_bucket", *(("window_bucket",) if cell.features else ())):
         if fields.count(name) > _LONGEST_BUCKET:
             raise TableError(f"{fields.at(name)} must be at most {_LONGEST_BUCKET}, got {fields.get(name)!r}")
+    if cell.window_bucket > max(1, cell.k_bucket):
+        raise TableError(
+            f"{fields.at('window_bucket')} must be at most k_bucket {cell.k_bucket}, got {cell.window_bucket}"
+        )
     if cell.window_bucket and Feature.WINDOW not in cell.features:
         raise TableError(f"{fields.at('window_bucket')} must be 0 without a window, got {cell.window_bucket}")
     return cell

@@ -80,7 +80,7 @@ class PassExplanation:
 
     def lines(self, now: datetime) -> list[str]:
         """The explanation for people."""
-        rows = [("tier", f"{self.tier.value}: {self.reason}")]
+        rows = [("cell", str(self.cell)), ("tier", f"{self.tier.value}: {self.reason}")]
         if self.measured is None:
             rows.append(("measured", "not measured here"))
         else:

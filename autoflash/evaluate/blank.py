@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypedDict
+
 import torch
 from torch import Tensor
 
 from autoflash.device import Device
-from autoflash.problem import DType, Pass, Problem
+from autoflash.problem import DType, MaskTensor, Pass, Problem
 from autoflash.runtime.layouts import TORCH_TYPES
 
 
@@ -15,16 +17,62 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return TORCH_TYPES[dtype]
 
 
-def blank_inputs(problem: Problem, device: Device) -> tuple[Tensor, Tensor, Tensor]:
-    """Uninitialised q, k and v of a problem, contiguous [B, H, S, D]; for a backward they require gradients."""
-    b, dtype = problem.batch, torch_dtype(problem.dtype)
-    shapes = (
-        (b, problem.heads, problem.seqlen_q, problem.head_dim),
-        (b, problem.kv_heads, problem.seqlen_k, problem.head_dim),
-        (b, problem.kv_heads, problem.seqlen_k, problem.head_dim_v),
+class CallArguments(TypedDict, total=False):
+    """Arguments of ``autoflash.explain`` and ``autoflash.warmup`` beside the tensors."""
+
+    causal: bool | str
+    window: tuple[int | None, int | None] | None
+    softcap: float
+    dropout_p: float
+    mask: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+def blank_shapes(problem: Problem) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Shapes of q, k and v as people pass them: [B, H, S, D], or [T, H, D] of packed sequences."""
+
+    def shape(heads: int, seqlen: int, rows: int, width: int) -> tuple[int, ...]:
+        return (rows, heads, width) if problem.is_varlen else (problem.batch, heads, seqlen, width)
+
+    return (
+        shape(problem.heads, problem.seqlen_q, problem.rows_q, problem.head_dim),
+        shape(problem.kv_heads, problem.seqlen_k, problem.rows_k, problem.head_dim),
+        shape(problem.kv_heads, problem.seqlen_k, problem.rows_k, problem.head_dim_v),
     )
+
+
+def blank_inputs(problem: Problem, device: Device) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised q, k and v of a problem, contiguous; for a backward they require gradients."""
+    dtype = torch_dtype(problem.dtype)
     q, k, v = (
         torch.empty(shape, dtype=dtype, device=device.torch_device, requires_grad=problem.op is Pass.BACKWARD)
-        for shape in shapes
+        for shape in blank_shapes(problem)
     )
     return q, k, v
+
+
+def call_arguments(problem: Problem, device: Device) -> CallArguments:
+    """What a call of attention, or attention_varlen, is given beside its tensors to pose a problem.
+
+    A mask is shared by all sequences and heads. Packed sequences are of one length each.
+    """
+    arguments = CallArguments(
+        causal=problem.alignment.value if problem.causal else False,
+        window=(problem.window_left, problem.window_right) if problem.has_window else None,
+        softcap=problem.softcap,
+        dropout_p=problem.dropout_p,
+    )
+    if problem.is_varlen:
+        arguments["cu_seqlens_q"], arguments["cu_seqlens_k"] = (
+            torch.arange(problem.batch + 1, dtype=torch.int32, device=device.torch_device) * seqlen
+            for seqlen in (problem.seqlen_q, problem.seqlen_k)
+        )
+        arguments["max_seqlen_q"], arguments["max_seqlen_k"] = problem.seqlen_q, problem.seqlen_k
+    if problem.mask_tensor is not MaskTensor.NONE:
+        dtype = torch.bool if problem.mask_tensor is MaskTensor.BOOL else torch_dtype(problem.dtype)
+        shape = (1, 1, problem.seqlen_q, problem.seqlen_k)
+        arguments["mask"] = torch.ones(shape, dtype=dtype, device=device.torch_device)
+    return arguments

@@ -42,7 +42,7 @@ class Asked:
     packed: bool = False
 
     def of(self, problem: Problem) -> Problem:
-        """The problem with this asked for as well.
+        """The problem with this asked for as well, in the plainest words: those in which a call is looked up.
 
         Raises:
             InvalidProblemError: for numbers that mean nothing, and for what does not go together.
@@ -55,19 +55,21 @@ class Asked:
             mask_tensor=self.mask_tensor,
             packed_q=problem.batch * problem.seqlen_q if self.packed else None,
             packed_k=problem.batch * problem.seqlen_k if self.packed else None,
-        )
+        ).without_idle_bounds()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
     """A grid of shapes: every combination is a cell. An axis that is None is the preset's.
 
-    ``groups`` are query heads per key/value head. Presets that do not say so have 1, and ask for nothing.
+    ``groups`` are query heads per key/value head. Presets that do not say so have 1, values as long as queries, and
+    ask for nothing.
     """
 
     passes: tuple[Pass, ...] | None = None
     dtypes: tuple[DType, ...] | None = None
     head_dims: tuple[int, ...] | None = None
+    head_dims_v: tuple[int, ...] | None = None
     masks: tuple[Mask, ...] | None = None
     seqlens: tuple[int, ...] | None = None
     groups: tuple[int, ...] | None = None
@@ -246,9 +248,10 @@ def cells(preset: Preset, device: Device, chosen: Axes | None = None) -> tuple[C
     grids = (_CPU_AXES if device.kind is DeviceKind.CPU else _GPU_AXES)[preset]
     found: dict[Cell, None] = {}
     for axes in (_merged(grid, chosen or Axes()) for grid in grids):
-        for op, head_dim, group, dtype, mask, asked, seqlen in itertools.product(
+        for op, head_dim, head_dim_v, group, dtype, mask, asked, seqlen in itertools.product(
             axes.passes or (),
             axes.head_dims or (),
+            axes.head_dims_v or (None,),
             axes.groups or (1,),
             axes.dtypes or (),
             axes.masks or (),
@@ -256,6 +259,7 @@ def cells(preset: Preset, device: Device, chosen: Axes | None = None) -> tuple[C
             sorted(axes.seqlens or ()),
         ):
             problem = _problem(op, dtype, head_dim, group, mask, seqlen, device)
+            problem = problem.replace(head_dim_v=head_dim if head_dim_v is None else head_dim_v)
             found[cell_of(asked.of(problem), device)] = None
     return tuple(found)
 

@@ -45,6 +45,27 @@ def test_the_grid_of_a_gpu_has_the_published_sizes() -> None:
     assert {(problem.op, problem.mask) for problem in problems} == {(op, mask) for op in Pass for mask in Mask}
 
 
+def test_features_are_asked_of_every_problem_and_no_vendor_is_timed(
+    tmp_path: Path, run_json: Callable[..., Any]
+) -> None:
+    features = ["--window", "15,0", "--softcap", "30"]
+
+    report = run_json(*SMALL[:-3], "--seqlen", "64", "--head-dim", "16", "--causal", *features, "--out", str(tmp_path))
+
+    (row,) = report["rows"]
+    assert (row["mask"], row["features"], row["vendors"]) == ("causal", "softcap,window", {})
+    assert row["generated"]["median_us"] > 0.0
+    (file,) = tmp_path.iterdir()
+    assert file.stem.endswith("-softcap-window")
+
+
+def test_tables_name_the_features() -> None:
+    row = _row(make_problem(mask=Mask.CAUSAL).replace(softcap=30.0), 300.0)
+
+    assert bench_grid.row_cells(row, ())[1] == "causal+softcap"
+    assert bench_grid.pivot([row], ())[1][0][1] == "causal+softcap"
+
+
 def test_a_ratio_is_to_the_fastest_vendor_kernel() -> None:
     row = _row(make_problem(), 300.0, cudnn=600.0, flash=400.0)
 

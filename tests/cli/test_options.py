@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from autoflash.cli.options import Common, Duration, ProblemOptions, common_options, problem_options
 from autoflash.device import CROSS_TARGETS, Device, DeviceKind
-from autoflash.problem import Alignment, DType, Mask, Pass, Problem
+from autoflash.problem import Alignment, DType, Feature, Mask, Pass, Problem
 
 CPU = Device(kind=DeviceKind.CPU, name="Test CPU", arch="x86_64", multiprocessors=2, shared_bytes=0)
 
@@ -63,6 +63,18 @@ def test_a_problem_is_read_from_options() -> None:
         mask=Mask.CAUSAL,
         alignment=Alignment.TOP_LEFT,
     )
+
+
+def test_a_problem_with_features_is_read_from_options() -> None:
+    arguments = "--head-dim 192 --head-dim-v 128 --batch 3 --seqlen 100 --causal --window 63,0 --softcap 20 --varlen"
+
+    problem = _problem(*arguments.split())
+
+    assert (problem.head_dim, problem.head_dim_v) == (192, 128)
+    assert problem.features == (Feature.VARLEN, Feature.SOFTCAP, Feature.WINDOW)
+    assert (problem.mask, problem.window_left, problem.window_right) == (Mask.CAUSAL, 63, None)
+    assert problem.softcap == 20.0
+    assert (problem.batch, problem.rows_q, problem.rows_k) == (3, 300, 300)
 
 
 def test_common_options_arrive_as_one_value() -> None:

@@ -59,6 +59,28 @@ def test_a_choice_that_is_not_offered_is_named(
     assert complaint in capsys.readouterr().err
 
 
+def test_features_are_rendered_for_the_architecture_that_is_named(run_json: Callable[..., Any]) -> None:
+    arguments = ["render", "--family", "triton", "--causal"]
+
+    plain = run_json(*arguments)
+    window = run_json(*arguments, "--window", "127,0")
+    named = run_json(*arguments, "--feature", "window", "--seqlen", "16")
+
+    assert plain["digest"] != window["digest"] == named["digest"]
+
+
+def test_on_hopper_features_are_rendered_by_a_family_that_does_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["render", "--device", "sm_90", "--feature", "softcap"]) == 0
+
+    assert "--family triton" in capsys.readouterr().out
+
+
+def test_torchs_kernels_are_not_offered_with_features(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["render", "--device", "sm_90", "--family", "vendor", "--set", "backend=flash", "--softcap", "3"]) == 2
+
+    assert "torch's kernels are not asked for softcap" in capsys.readouterr().err
+
+
 def test_vendor_kernels_have_no_source(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["render", "--device", "cpu", "--family", "vendor", "--set", "backend=math"]) == 1
 

@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from autoflash.cli.application import main
+from autoflash.db.repository import Repository
+from autoflash.problem import Feature
 from tests.cli.conftest import Filled
+from tests.factories import make_cell, make_decision
 
 
 def test_decisions_of_all_devices_are_listed(filled: Filled, run_json: Callable[..., Any]) -> None:
@@ -65,6 +68,20 @@ def test_decisions_are_filtered(
     option: list[str], count: int, filled: Filled, run_json: Callable[..., list[object]]
 ) -> None:
     assert len(run_json("show", *option)) == count
+
+
+def test_decisions_are_filtered_by_feature(filled: Filled, run_json: Callable[..., Any]) -> None:
+    with Repository.open() as repository:
+        for features in ((Feature.SOFTCAP,), (Feature.SOFTCAP, Feature.DROPOUT)):
+            repository.save_decision(make_decision(cell=make_cell(features=features)))
+
+    def features_of(*options: str) -> list[str]:
+        return [row["cell"].get("features", "") for row in run_json("show", *options)]
+
+    assert features_of("--feature", "softcap") == ["softcap", "softcap,dropout"]
+    assert features_of("--feature", "softcap", "--feature", "dropout") == ["softcap,dropout"]
+    assert features_of("--feature", "window") == []
+    assert len(features_of()) == 4
 
 
 def test_without_a_database_nothing_is_listed_and_nothing_made(

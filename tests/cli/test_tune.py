@@ -9,6 +9,7 @@ import pytest
 from autoflash.cli import tune as tune_command
 from autoflash.cli.application import main
 from autoflash.db.repository import Repository
+from autoflash.problem import Feature
 from autoflash.search.request import CellPlan, CellSummary, TuneRequest, TuneSummary
 from autoflash.trial import Status
 from autoflash.variant import Family
@@ -71,6 +72,44 @@ def test_options_make_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (request.trials, request.more, request.budget_s, request.seed) == (9, None, 120.0, 5)
     assert {cell.dtype.value for cell in request.cells} == {"bf16", "fp16"}
     assert {(cell.head_dim, cell.mask.value, cell.q_bucket) for cell in request.cells} == {(96, "causal", 8)}
+
+
+def test_features_are_asked_of_every_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = _requests(monkeypatch)
+
+    arguments = (
+        "--window 127,0 --softcap 30 --dropout 0.2 --float-mask --group 2 --group 4 --head-dim 192 --head-dim-v 128"
+    )
+    assert main(["tune", "--device", "cpu", *arguments.split()]) == 0
+
+    (request,) = made
+    assert {(cell.features, cell.window_bucket) for cell in request.cells} == {
+        ((Feature.SOFTCAP, Feature.FLOAT_MASK, Feature.WINDOW, Feature.DROPOUT), 7)
+    }
+    assert {(cell.head_dim, cell.head_dim_v, cell.group) for cell in request.cells} == {(192, 128, 2), (192, 128, 4)}
+
+
+def test_the_features_preset_is_planned(run_json: Callable[..., Any]) -> None:
+    planned = run_json("tune", "--preset", "features", "--dry-run")
+
+    names = {cell["name"] for cell in planned["cells"]}
+    assert "forward/fp32/d64/gqa4/causal+softcap+window/w128/q512/k512" in names
+    assert all(cell["to_do"] > 0 for cell in planned["cells"])
+
+
+def test_a_cell_with_features_is_tuned_and_its_winner_dispatched(run_json: Callable[..., Any]) -> None:
+    features = ["--window", "15,0", "--softcap", "30"]
+    tiny = [*CELL[:-2], "--seqlen", "64", "--group", "2"]
+
+    (cell,) = run_json("tune", *tiny, *features, "--trials", "2")["cells"]
+
+    assert cell["name"].startswith("forward/fp32/d16/gqa2/causal+softcap+window/w16/q64/k64")
+    assert cell["added"] == {"correct": 2}
+    winner = cell["decision"]["choices"][0]["variant"]
+    assert cell["decision"]["vendor"] is None
+    sizes = ["--head-dim", "16", "--heads", "32", "--kv-heads", "16", "--seqlen", "64", "--batch", "16"]
+    (explained,) = run_json("explain", *sizes, *features)["passes"]
+    assert (explained["tier"], explained["variant"]) == ("exact", winner)
 
 
 def test_without_options_a_preset_with_a_budget_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

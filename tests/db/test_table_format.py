@@ -152,6 +152,7 @@ def test_damage_is_named(text: str, words: str) -> None:
         (lambda row: row["cell"].update(features="tanh", window_bucket=0), r"'tanh' is not a valid Feature"),
         (lambda row: row["cell"].update(features="window,softcap", window_bucket=0), r"features stand once each"),
         (lambda row: row["cell"].update(features="window", window_bucket=64), r"window_bucket must be at most 63"),
+        (lambda row: row["cell"].update(features="window", window_bucket=11), r"must be at most k_bucket 10, got 11"),
         (lambda row: row["cell"].update(features="window", window_bucket=-1), r"window_bucket must be an integer"),
         (lambda row: row["cell"].update(features="softcap", window_bucket=3), r"window_bucket must be 0 without"),
         (lambda row: row["environment"].pop("arch"), r"environment lacks the field 'arch'"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -93,6 +94,17 @@ def test_what_is_asked_for_is_asked_of_every_shape() -> None:
     }
     assert {cell.group for cell in found} == {2, 4}
     assert len(found) == 2 * len(cells(Preset.QUICK, _H200))
+
+
+def test_cells_are_those_under_which_calls_are_looked_up() -> None:
+    """Nothing to the right is a causal mask, and a window as wide as the sequence is none."""
+    one = Axes(passes=(Pass.FORWARD,), head_dims=(64,), seqlens=(1024,), masks=(Mask.FULL,))
+
+    (narrow,) = cells(Preset.QUICK, _H200, replace(one, asked=(Asked(window=(127, 0)),)))
+    (wide,) = cells(Preset.QUICK, _H200, replace(one, asked=(Asked(window=(4095, 0)),)))
+
+    assert (narrow.mask, narrow.features, narrow.window_bucket) == (Mask.CAUSAL, (Feature.WINDOW,), 7)
+    assert (wide.mask, wide.features, wide.window_bucket) == (Mask.CAUSAL, (), 0)
 
 
 def test_what_does_not_go_together_is_refused() -> None:

@@ -1,0 +1,107 @@
+"""Options that ask for more than plain attention."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
+
+import click
+
+from autoflash.problem import Cell, Feature, MaskTensor
+from autoflash.search.presets import Asked
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+FEATURE = click.Choice([member.value for member in Feature])
+
+
+class Window(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
+    """Bounds such as ``4095,0`` or ``64,64``: keys to the left and to the right; -1 or nothing is unbounded."""
+
+    name = "window"
+
+    def convert(
+        self, value: object, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int | None, int | None]:
+        """Left and right bound; None has no bound there."""
+        if isinstance(value, tuple):
+            return value
+        bounds = [text.strip() for text in str(value).split(",")]
+        try:
+            numbers = [-1 if text == "" else int(text) for text in bounds]
+        except ValueError:
+            numbers = []
+        if len(numbers) != 2 or min(numbers) < -1:
+            self.fail(f"{value!r} is not a window; write L,R such as 4095,0 (-1 or nothing: unbounded)", param, ctx)
+        left, right = (None if number == -1 else number for number in numbers)
+        if left is None and right is None:
+            self.fail(f"{value!r} has no bound on either side: leave --window out", param, ctx)
+        return left, right
+
+
+def feature_options(command: Callable[Concatenate[Asked, P], R]) -> Callable[P, R]:
+    """Give a command options that ask for features, handed over as its first argument."""
+
+    @click.option("--window", type=Window(), metavar="L,R", help="Keys seen to the left and right (-1: unbounded).")
+    @click.option("--softcap", type=click.FloatRange(0.0), default=0.0, metavar="X", help="Scores as X*tanh(score/X).")
+    @click.option(
+        "--dropout",
+        type=click.FloatRange(0.0, 1.0, max_open=True),
+        default=0.0,
+        metavar="P",
+        help="Share of the probabilities that are dropped.",
+    )
+    @click.option("--bool-mask", is_flag=True, help="With a tensor that says which pairs take part.")
+    @click.option("--float-mask", is_flag=True, help="With a tensor that is added to the scores.")
+    @click.option("--varlen", is_flag=True, help="Sequences of different lengths, packed one after the other.")
+    @functools.wraps(command)
+    def with_asked(*args: P.args, **options: P.kwargs) -> R:
+        names = ("window", "softcap", "dropout", "bool_mask", "float_mask", "varlen")
+        return command(_asked(**{name: options.pop(name) for name in names}), *args, **options)  # type: ignore[arg-type]  # click has typed them
+
+    return with_asked
+
+
+def with_features(cell: Cell, names: tuple[str, ...]) -> Cell:
+    """A cell that asks for features by their names too. The text of a kernel depends on no number of theirs.
+
+    Raises:
+        click.UsageError: for features that do not go together.
+    """
+    features = tuple(feature for feature in Feature if feature in cell.features or feature.value in names)
+    masks = [feature for feature in (Feature.BOOL_MASK, Feature.FLOAT_MASK) if feature in features]
+    if len(masks) == 2:
+        raise click.UsageError("there is one mask tensor: bool_mask or float_mask, not both")
+    if masks and Feature.VARLEN in features:
+        raise click.UsageError(f"varlen and {masks[0].value}: packed sequences have no mask tensor")
+    return dataclasses.replace(cell, features=features)
+
+
+def _asked(
+    *,
+    window: tuple[int | None, int | None] | None,
+    softcap: float,
+    dropout: float,
+    bool_mask: bool,
+    float_mask: bool,
+    varlen: bool,
+) -> Asked:
+    mask_tensor = _mask_tensor(bool_mask, float_mask)
+    if varlen and mask_tensor is not MaskTensor.NONE:
+        raise click.UsageError(f"--varlen and --{mask_tensor.value}-mask: packed sequences have no mask tensor")
+    return Asked(
+        window=window or (None, None),
+        softcap=softcap,
+        dropout_p=dropout,
+        mask_tensor=mask_tensor,
+        packed=varlen,
+    )
+
+
+def _mask_tensor(is_bool: bool, is_float: bool) -> MaskTensor:
+    if is_bool and is_float:
+        raise click.UsageError("there is one mask tensor: give --bool-mask or --float-mask, not both")
+    return MaskTensor.BOOL if is_bool else MaskTensor.FLOAT if is_float else MaskTensor.NONE
