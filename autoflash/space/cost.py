@@ -60,8 +60,9 @@ class Tile:
         """What the program keeps in shared memory."""
         staged = self.at_once if self.stages == 1 else self.staged * self.stages
         operands = self.resident * self.rows + staged * self.step
-        # The mask's tile goes through shared memory on its way to the layout of the scores.
-        return operands * itemsize + self.mask_bytes * self.rows * self.step + self.extra_bytes
+        # A tile of the mask passes through shared memory to the layout of the scores; pipelined, it waits there as well.
+        masks = max(1, self.stages - 1) * self.mask_bytes * self.rows * self.step
+        return operands * itemsize + masks + self.extra_bytes
 
     def registers(self, warp_size: int, itemsize: int) -> int:
         """A guess of the registers per thread: accumulators, the score tile twice, its mask, and addresses."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autoflash.device import CROSS_TARGETS
-from autoflash.problem import DType, Pass
+from autoflash.problem import DType, Feature, Pass
 from autoflash.space import catalog, cost
 from autoflash.trial import Resources
 from autoflash.variant import Choice, Family
@@ -41,6 +41,25 @@ def test_shared_memory_of_a_backward_is_what_the_compiler_reports(choices: dict[
     variant = space.variant({"loop_order": "fused", "loads": "tma", **choices})
 
     assert reported - 1100 <= cost.shared_bytes(variant, space.cell) <= reported
+
+
+# The same for masks that are tensors (head dimension 64, a float mask in bf16; 4 bytes are reckoned with).
+_MASKED = [
+    (Feature.BOOL_MASK, {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 2}, 57376),
+    (Feature.BOOL_MASK, {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 3}, 81976),
+    (Feature.FLOAT_MASK, {"BLOCK_M": 128, "BLOCK_N": 64, "num_stages": 3}, 98360 + 2 * 128 * 64 * 2),
+]
+
+
+@pytest.mark.parametrize(("feature", "choices", "reported"), _MASKED)
+def test_shared_memory_of_a_mask_is_what_the_compiler_reports(
+    feature: Feature, choices: dict[str, Choice], reported: int
+) -> None:
+    space = catalog.search_space(make_cell(features=(feature,)), _H200, Family.TRITON)
+
+    estimate = cost.shared_bytes(space.variant({"loads": "tma", **choices}), space.cell)
+
+    assert reported - 1100 <= estimate <= reported
 
 
 @pytest.mark.parametrize("op", list(Pass))
