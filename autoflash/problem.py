@@ -286,8 +286,8 @@ class Cell:
         group: Query heads per key/value head.
         q_bucket, k_bucket: ``(S - 1).bit_length()`` of Sq and Sk; bucket b holds 2**(b-1) < S <= 2**b.
         parallelism: How many query tiles there are per multiprocessor.
-        window_bucket: Likewise of the number of keys that a window leaves a query; 0 without a window, or with one
-            that is open to a side.
+        window_bucket: Likewise of the number of keys that a window leaves a query beside its own position, at least
+            1; 0 without a window, or with one that is open to a side.
     """
 
     op: Pass

@@ -22,7 +22,7 @@ from autoflash.device import Device, DeviceKind
 from autoflash.dispatch import table
 from autoflash.dispatch.table import other_device
 from autoflash.errors import AutoflashError, RenderError, UnsupportedError
-from autoflash.problem import Form, Pass
+from autoflash.problem import Feature, Form, Pass
 from autoflash.runtime.probe import environment, probe
 from autoflash.space import catalog
 from autoflash.trial import Decision, Environment
@@ -188,7 +188,9 @@ def _families(device: Device, here: Environment) -> Iterator[Finding]:
         if family is not Family.TORCH_TILED and not here.triton:
             yield Finding(subject=subject, state="warning", text="need Triton, which is not installed")
         elif passes:
-            yield Finding(subject=subject, state="ok", text=" and ".join(passes))
+            is_plain = not any(family in catalog.families(op, device, (Feature.WINDOW,)) for op in Pass)
+            text = " and ".join(passes) + (", of plain attention" if is_plain else "")
+            yield Finding(subject=subject, state="ok", text=text)
         else:
             gpu = "a GPU" if family is Family.TRITON else f"a GPU of {family.value.rpartition('_')[2]}"
             text = f"need {gpu}; here they can be rendered and cross-compiled, not run"

@@ -60,7 +60,7 @@ class Tile:
         """What the program keeps in shared memory."""
         staged = self.at_once if self.stages == 1 else self.staged * self.stages
         operands = self.resident * self.rows + staged * self.step
-        # A tile of the mask passes through shared memory to the layout of the scores; pipelined, it waits there as well.
+        # A tile of the mask passes through shared memory to the layout of the scores; pipelined, it also waits there.
         masks = max(1, self.stages - 1) * self.mask_bytes * self.rows * self.step
         return operands * itemsize + masks + self.extra_bytes
 

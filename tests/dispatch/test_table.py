@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sqlite3
 from pathlib import Path
 
@@ -146,6 +147,18 @@ def test_decisions_of_the_database_are_read(tmp_path: Path) -> None:
 
     assert hits[0].decision.reason == "from the database"
     assert hits[0].origin is Origin.DATABASE
+
+
+def test_a_database_of_the_schema_before_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old = Path(__file__).parents[1] / "db" / "assets" / "schema_0001.sqlite"
+    file = shutil.copyfile(old, tmp_path / "t.sqlite")
+
+    with caplog.at_level(logging.WARNING, "autoflash"):
+        hits = load(str(file)).hits(make_cell(), HERE)
+
+    assert hits[0].decision.reason == "kept over upgrades"
+    assert caplog.records == []
+    assert file.read_bytes() == old.read_bytes()
 
 
 def test_an_exported_table_replaces_the_database(tmp_path: Path) -> None:
