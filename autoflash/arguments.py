@@ -299,7 +299,7 @@ def problem_of_tensors(
     packed = options.sequences is not None
     rows_q, rows_k, sequences = q.shape[2], k.shape[2], max(options.sequences or 0, 1)
     top_left = options.mask == "top_left"
-    problem = Problem(
+    return Problem(
         op=op,
         dtype=DTYPES[q.dtype],
         head_dim=q.shape[3],
@@ -320,24 +320,7 @@ def problem_of_tensors(
         dropout_p=options.dropout_p,
         packed_q=rows_q if packed else None,
         packed_k=rows_k if packed else None,
-    )
-    return _without_idle_bounds(problem) if problem.has_window else problem
-
-
-def _without_idle_bounds(problem: Problem) -> Problem:
-    """The same problem by the plainest window, so that equal problems are served by one kernel."""
-    left, right, mask = problem.window_left, problem.window_right, problem.mask
-    if right == 0 and mask is Mask.FULL:
-        mask = Mask.CAUSAL
-    first, last = problem.diagonal, problem.diagonal + problem.seqlen_q - 1
-    if problem.is_varlen:
-        # Nothing is known of a sequence but that it is no longer than all of them.
-        first, last = -problem.rows_q, max(problem.rows_q, problem.rows_k)
-    if mask is Mask.CAUSAL or (right is not None and first + right >= problem.rows_k - 1):
-        right = None
-    if left is not None and left >= last:
-        left = None
-    return problem.replace(mask=mask, window_left=left, window_right=right)
+    ).without_idle_bounds()
 
 
 def _kind_of(mask: Tensor | None) -> MaskTensor:
