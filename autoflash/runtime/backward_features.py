@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,50 +13,20 @@ from autoflash.problem import Alignment, Feature, Form, MaskTensor, Problem
 from autoflash.runtime import dropout
 from autoflash.runtime.executable import Extras
 from autoflash.runtime.launch import Constant, Number, NumberArgument, TensorArgument
-from autoflash.runtime.layouts import ALIGNMENT_BYTES, TORCH_TYPES, Operand
-
-UNBOUNDED = 1 << 30
-"""Reach of a window that is open to a side. Positions and reaches are added in int32."""
+from autoflash.runtime.layouts import MaskOperand, Operand, reach
 
 _LOG2_E = math.log2(math.e)
-_MASK_TYPES = {torch.bool: "u8"} | {torch_type: dtype.value for dtype, torch_type in TORCH_TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MaskOperand(Operand):
-    """A mask tensor [B, H, M, N] as far as kernels look at it.
+class PlacedMask(Operand):
+    """A mask tensor among the operands of a call.
 
     Attributes:
-        dtype: Its type as kernels see it: ``u8`` for a bool mask.
+        mask: What its kernels look at.
     """
 
-    dtype: str
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> MaskOperand:
-        """Look at a mask."""
-        seen = Operand.of(tensor)
-        return cls(shape=seen.shape, strides=seen.strides, is_dense=seen.is_dense, dtype=_MASK_TYPES[tensor.dtype])
-
-    @classmethod
-    def dense(cls, problem: Problem) -> MaskOperand:
-        """A mask of which nothing is known: contiguous, and of the type of the problem where it is not bool."""
-        is_bool = problem.mask_tensor is MaskTensor.BOOL
-        shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
-        return cls.of(torch.empty(shape, dtype=torch.bool if is_bool else TORCH_TYPES[problem.dtype], device="meta"))
-
-    def numbers(self) -> Iterator[tuple[NumberArgument, Number]]:
-        """The strides that a kernel is given at launch."""
-        multiple_of = ALIGNMENT_BYTES // {"u8": 1, "fp32": 4}.get(self.dtype, 2) if self.is_dense else 1
-        for dim, stride in zip("bhmn", self.kernel_strides(), strict=True):
-            name = f"stride_mask_{dim}"
-            if name not in self.constants():
-                yield NumberArgument(name=name, type="i64", multiple_of=multiple_of), stride
-
-    def constants(self) -> dict[str, Constant]:
-        """What a kernel is compiled with: whether rows differ (a mask of keys has one for all), and a stride of 1."""
-        fixed: dict[str, Constant] = {"MASK_HAS_ROWS": self.kernel_strides()[2] != 0}
-        return fixed | ({"stride_mask_n": 1} if self.is_dense or self.strides[3] == 1 else {})
+    mask: MaskOperand
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,13 +44,13 @@ class FeatureArguments:
     constants: tuple[tuple[str, Constant], ...] = ()
 
 
-def feature_arguments(problem: Problem, scale: float, mask: Operand | None, padding: int) -> FeatureArguments:
+def feature_arguments(problem: Problem, scale: float, placed: Operand | None, padding: int) -> FeatureArguments:
     """What the kernels that visit tiles are given.
 
     Args:
         problem: Of any form; without features, nothing is added.
         scale: Factor of the scores.
-        mask: How the mask tensor lies, if the problem has one.
+        placed: The mask tensor, if the problem has one.
         padding: Rows that the workspaces of packed sequences are padded to.
     """
     tensors: list[tuple[str, TensorArgument]] = []
@@ -90,9 +59,10 @@ def feature_arguments(problem: Problem, scale: float, mask: Operand | None, padd
     features = problem.features
     if Feature.SOFTCAP in features:
         numbers.append((NumberArgument(name="steepness", type="fp32"), scale / problem.softcap))
-    if isinstance(mask, MaskOperand):
-        tensors.append(("mask", TensorArgument(name="mask_ptr", dtype=mask.dtype, aligned=mask.is_dense)))
-        numbers += mask.numbers()
+    if isinstance(placed, PlacedMask):
+        mask = placed.mask
+        tensors.append(("mask", TensorArgument(name="mask_ptr", dtype=mask.dtype, aligned=mask.is_aligned)))
+        numbers += mask.numbers().items()
         constants |= mask.constants()
     if Feature.WINDOW in features:
         left, right = reach(problem)
@@ -130,14 +100,6 @@ def diagonal(problem: Problem) -> int:
     return int(problem.alignment is Alignment.BOTTOM_RIGHT) if problem.is_varlen else problem.diagonal
 
 
-def reach(problem: Problem) -> tuple[int, int]:
-    """How many keys a query sees to the left and right of where it stands; a causal mask shows it none to the right."""
-    left, right = (
-        UNBOUNDED if bound is None else min(bound, UNBOUNDED) for bound in (problem.window_left, problem.window_right)
-    )
-    return left, 0 if problem.causal else right
-
-
 def mask_operands(problem: Problem, extras: Extras) -> dict[str, Operand]:
     """How the mask of a call lies, if the problem has one.
 
@@ -153,12 +115,16 @@ def mask_operands(problem: Problem, extras: Extras) -> dict[str, Operand]:
     missing = [name for name, is_wanted in wanted.items() if is_wanted and getattr(extras, name) is None]
     if missing:
         raise InvalidProblemError(f"{' and '.join(missing)} must be given to a kernel of {Form.of(problem)}")
-    return {"mask": MaskOperand.of(extras.mask)} if wanted["mask"] and extras.mask is not None else {}
+    return {"mask": _placed(extras.mask)} if wanted["mask"] and extras.mask is not None else {}
 
 
-def dense_masks(problem: Problem) -> dict[str, Operand]:
-    """As :func:`mask_operands`, of a mask that is not there yet."""
-    return {} if problem.mask_tensor is MaskTensor.NONE else {"mask": MaskOperand.dense(problem)}
+def usual_masks(problem: Problem) -> dict[str, Operand]:
+    """As :func:`mask_operands`, of a mask that is not at hand."""
+    mask = MaskOperand.usual(problem)
+    if mask is None:
+        return {}
+    shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+    return {"mask": PlacedMask(shape=shape, strides=mask.strides, is_dense=mask.is_aligned, mask=mask)}
 
 
 def in_order(extras: Extras) -> tuple[Tensor | None, ...]:
@@ -171,3 +137,8 @@ def in_order(extras: Extras) -> tuple[Tensor | None, ...]:
 
 def _lengths(name: str) -> tuple[str, TensorArgument]:
     return name, TensorArgument(name=f"{name}_ptr", dtype="i32", aligned=False)
+
+
+def _placed(mask: Tensor) -> PlacedMask:
+    seen = Operand.of(mask)
+    return PlacedMask(shape=seen.shape, strides=seen.strides, is_dense=seen.is_dense, mask=MaskOperand.of(mask))

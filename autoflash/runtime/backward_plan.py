@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autoflash.problem import Problem
 from autoflash.runtime import backward_features
 from autoflash.runtime.launch import Constant, KernelPlan, Layout, Number, NumberArgument, TensorArgument
-from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, block_dim, descriptor_layout
+from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, block_dim, descriptor_layout, slots
 from autoflash.variant import Variant
 
 _PLAIN_TENSORS = ("q", "k", "v", "out", "lse", "dout", "dlse", "log2_sum", "delta", "acc", "dq", "dk", "dv")
@@ -104,7 +104,7 @@ def _padding(problem: Problem, variant: Variant) -> int:
 
 def _slots(problem: Problem, length: int, rows: int) -> int:
     """Tiles of a head; of packed sequences, each may begin and end within a tile, and so do the rows behind them."""
-    return length // rows + problem.batch + 1 if problem.is_varlen else -(-length // rows)
+    return slots(length, problem.batch, rows) if problem.is_varlen else -(-length // rows)
 
 
 class _Planner:

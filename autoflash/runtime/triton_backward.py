@@ -12,7 +12,7 @@ from autoflash.device import Device
 from autoflash.errors import NoKernelError
 from autoflash.problem import Form, MaskTensor, Problem
 from autoflash.runtime import launch
-from autoflash.runtime.backward_features import MaskOperand, dense_masks, in_order, mask_operands
+from autoflash.runtime.backward_features import in_order, mask_operands, usual_masks
 from autoflash.runtime.backward_plan import Step, backward_steps, padded_rows
 from autoflash.runtime.compiled import CompiledExecutable
 from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras
@@ -28,7 +28,7 @@ _Launches = tuple[tuple[Launch, Callable[[tuple[Tensor | None, ...]], tuple[Tens
 def backward_plans(problem: Problem, variant: Variant) -> tuple[KernelPlan, ...]:
     """Every kernel that the regular dense specialisation of a problem launches, in order."""
     operands = {name: _contiguous(shape, problem) for name, shape in _shapes(problem).items()}
-    operands |= dense_masks(problem)
+    operands |= usual_masks(problem)
     return tuple(step.plan for step in backward_steps(problem, variant, operands, 1.0, has_dlse=False))
 
 
@@ -76,7 +76,7 @@ class TritonBackward(CompiledExecutable):
         if problem.is_empty:
             return None
         shapes = _shapes(problem)
-        planned = {name: _contiguous(shape, problem) for name, shape in shapes.items()} | dense_masks(problem)
+        planned = {name: _contiguous(shape, problem) for name, shape in shapes.items()} | usual_masks(problem)
         for step in self.steps(problem, planned, 1.0, has_dlse=False):
             if step.programs > launch.MAX_PROGRAMS:
                 return f"{step.programs} programs of {step.plan.function} are more than one launch has"
@@ -95,21 +95,20 @@ class TritonBackward(CompiledExecutable):
                 return f"loads=tma needs every element of {name} at its own address, a stride is 0"
         return None
 
-    def is_loaded(self, problem: Problem, *tensors: Tensor) -> bool:
+    def is_loaded(self, problem: Problem, *tensors: Tensor, extras: Extras = NO_EXTRAS) -> bool:
         """Whether a call with an output as a forward call makes it would compile and load nothing.
 
-        Where the problem has a mask, it is the fifth tensor: nothing is known of kernels for a mask that is not given.
+        That depends on how a mask lies: of a problem with one that is not given, nothing is known to be loaded.
         """
         if problem.is_empty:
             return True
-        q, k, v, dout, *masks = tensors
-        has_mask = problem.mask_tensor is not MaskTensor.NONE
-        if has_mask and not masks:
+        if problem.mask_tensor is not MaskTensor.NONE and extras.mask is None:
             return False
+        q, k, v, dout = tensors
         operands = self._operands(problem, q, k, v, dout)
         operands["out"] = _in_order_of(_shapes(problem)["out"], q, problem)
-        if has_mask:
-            operands["mask"] = MaskOperand.of(masks[0])
+        if extras.mask is not None:
+            operands |= mask_operands(problem, extras)
         steps = self.steps(problem, operands, 1.0, has_dlse=False)
         return all(step.plan in self._kernels for step in steps)
 

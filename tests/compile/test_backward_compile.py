@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from autoflash.codegen.render import render
-from autoflash.problem import DType, Form, Mask, Problem
+from autoflash.problem import DType, Form, Mask, MaskTensor, Problem
 from autoflash.runtime import launch
 from autoflash.runtime.load import load
 from autoflash.runtime.triton_backward import backward_plans
@@ -161,3 +161,57 @@ def test_every_kernel_compiles_for_other_architectures_and_fits(arch: str, loop_
     assert outcome.status is Status.CORRECT, outcome.detail
     assert isinstance(outcome.resources, Resources)
     assert 0 < outcome.resources.shared_bytes <= make_device(arch).shared_bytes
+
+
+FEATURES: dict[str, dict[str, object]] = {
+    "window": {"window_left": 128, "window_right": 5},
+    "softcap": {"softcap": 30.0},
+    "bool_mask": {"mask_tensor": MaskTensor.BOOL},
+    "float_mask": {"mask_tensor": MaskTensor.FLOAT},
+    "dropout": {"dropout_p": 0.1},
+    "varlen": {"packed_q": 1000, "packed_k": 900},
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "loop_order", "loads", "features"),
+    [
+        ("sm_80", "split", "pointer", "window"),
+        ("sm_80", "key_outer", "pointer", "bool_mask"),
+        ("sm_80", "fused", "pointer", "varlen softcap window dropout"),
+        ("sm_90", "fused", "tma", "softcap float_mask window dropout"),
+        ("sm_90", "split", "pointer", "dropout"),
+        ("sm_90", "key_outer", "pointer", "varlen"),
+        ("gfx942", "fused", "pointer", "float_mask"),
+        ("gfx942", "split", "pointer", "varlen dropout"),
+        ("gfx942", "key_outer", "pointer", "softcap bool_mask window"),
+    ],
+)
+def test_kernels_with_features_compile_and_fit(arch: str, loop_order: str, loads: str, features: str) -> None:
+    from autoflash.runtime.compile import compile_variant
+
+    sizes = {name: value for feature in features.split() for name, value in FEATURES[feature].items()}
+    problem = _regular(64, Mask.CAUSAL, kv_heads=4).replace(**sizes)
+    assert {feature.value for feature in problem.features} == set(features.split())
+    outcome = compile_variant(problem, make_variant(loop_order, loads, tiles=(32, 64, 64, 32)), make_device(arch))
+    assert outcome.status is Status.CORRECT, outcome.detail
+
+
+@pytest.mark.parametrize("loop_order", ["split", "key_outer"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_heads_of_576_fit_with_small_tiles(arch: str, loop_order: str) -> None:
+    from autoflash.runtime.compile import compile_variant
+
+    problem = _regular(576, Mask.CAUSAL, head_dim_v=512)
+    variant = make_variant(loop_order, tiles=(16, 16, 16, 16), warps=8, stages=1)
+    outcome = compile_variant(problem, variant, make_device(arch))
+    assert outcome.status is Status.CORRECT, outcome.detail
+
+
+def test_a_feature_leaves_the_matrix_products_asynchronous() -> None:
+    variant = make_variant("fused", "tma", tiles=(64, 64, 64, 64))
+    problem = _regular(128, Mask.CAUSAL).replace(window_left=1024)
+    compiled = _compiled(problem, variant, "backward_fused")
+    assert "C75" not in assembler_says(compiled.asm["ptx"])
+    if IS_COUNTED_RELEASE:
+        assert launch.compiled_resources(compiled).spill_bytes == 0

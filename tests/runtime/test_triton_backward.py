@@ -11,15 +11,24 @@ import torch
 from torch import Tensor
 
 from autoflash.device import Device
-from autoflash.errors import NoKernelError, UnsupportedError
-from autoflash.problem import DType, Form, Mask, Problem
+from autoflash.errors import InvalidProblemError, NoKernelError, RenderError, UnsupportedError
+from autoflash.problem import DType, Form, Mask, MaskTensor, Problem
 from autoflash.runtime import launch
+from autoflash.runtime.executable import Extras
 from autoflash.runtime.launch import KernelPlan, Layout, Number
 from autoflash.runtime.triton_backward import TritonBackward, backward_plans
 from autoflash.trial import Resources
 from autoflash.variant import Variant
 from tests.factories import make_device
-from tests.gradients import Inputs, backward_problem, make_inputs, make_variant
+from tests.gradients import (
+    Inputs,
+    backward_problem,
+    dropout_rng,
+    make_inputs,
+    make_variant,
+    packed_extras,
+    packed_problem,
+)
 
 pytest.importorskip("triton")
 
@@ -80,8 +89,9 @@ def _executable(problem: Problem, variant: Variant, arch: str = "sm_90") -> Trit
 
 
 def _call(executable: TritonBackward, problem: Problem, inputs: Inputs, **given: Tensor) -> tuple[Tensor, ...]:
-    prepared = executable.prepare_backward(problem, inputs.q, inputs.k, inputs.v, inputs.out, inputs.dout, 0.5)
-    return prepared(inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse, inputs.dout, inputs.dlse, **given)
+    tensors = (inputs.q, inputs.k, inputs.v, inputs.out)
+    prepared = executable.prepare_backward(problem, *tensors, inputs.dout, 0.5, inputs.extras)
+    return prepared(*tensors, inputs.lse, inputs.dout, inputs.dlse, extras=inputs.extras, **given)
 
 
 @pytest.mark.parametrize(
@@ -252,3 +262,90 @@ def test_a_forward_pass_is_refused() -> None:
     inputs = make_inputs(problem)
     with pytest.raises(UnsupportedError, match="backward kernel"):
         _executable(problem, make_variant("split")).prepare_forward(problem, inputs.q, inputs.k, inputs.v, 1.0)
+
+
+def _masked(mask: Tensor | None = None) -> tuple[Problem, Inputs]:
+    problem = backward_problem(seqlen_q=64, seqlen_k=96).replace(mask_tensor=MaskTensor.BOOL)
+    mask = torch.ones(1, 2, 64, 96, dtype=torch.bool) if mask is None else mask
+    return problem, make_inputs(problem, extras=Extras(mask=mask))
+
+
+def _tensors(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return inputs.q, inputs.k, inputs.v, inputs.dout
+
+
+def test_a_bool_mask_is_read_as_bytes(record: Record) -> None:
+    problem, inputs = _masked()
+    _call(_executable(problem, make_variant("fused")), problem, inputs)
+    mask = record.tensor("backward_fused", "mask_ptr")
+    assert mask.dtype == torch.uint8
+    assert inputs.extras.mask is not None
+    assert mask.data_ptr() == inputs.extras.mask.data_ptr()
+
+
+def test_a_mask_that_lies_otherwise_gets_kernels_of_its_own(record: Record) -> None:
+    problem, inputs = _masked()
+    executable = _executable(problem, make_variant("fused"))
+    call = executable.prepare_backward(problem, *_tensors(inputs)[:3], inputs.out, inputs.dout, 0.5, inputs.extras)
+    arguments = (inputs.q, inputs.k, inputs.v, inputs.out, inputs.lse, inputs.dout)
+    call(*arguments, extras=inputs.extras)
+    loaded = len(record.loaded)
+    call(*arguments, extras=Extras(mask=torch.zeros(1, 2, 64, 96, dtype=torch.bool)))
+    assert len(record.loaded) == loaded
+    skewed = torch.ones(1, 2, 64, 97, dtype=torch.bool)[..., 1:]
+    call(*arguments, extras=Extras(mask=skewed))
+    assert len(record.loaded) == loaded + 1
+    assert record.loaded[-1].function == "backward_fused"
+    assert not next(tensor for tensor in record.loaded[-1].tensors if tensor.name == "mask_ptr").aligned
+    assert record.launched[-1][1][-1].data_ptr() == skewed.data_ptr()
+
+
+def test_rows_that_are_all_alike_are_read_once(record: Record) -> None:
+    problem, inputs = _masked(torch.ones(1, 1, 1, 96, dtype=torch.bool).expand(1, 2, 64, 96))
+    _call(_executable(problem, make_variant("fused")), problem, inputs)
+    constants = dict(record.loaded[-1].constants)
+    assert constants["MASK_HAS_ROWS"] is False
+    assert constants["stride_mask_n"] == 1
+
+
+def test_whether_kernels_for_a_mask_are_loaded_depends_on_the_mask(record: Record) -> None:
+    problem, inputs = _masked()
+    executable = _executable(problem, make_variant("split"))
+    _call(executable, problem, inputs)
+    assert executable.is_loaded(problem, *_tensors(inputs), extras=inputs.extras)
+    assert not executable.is_loaded(problem, *_tensors(inputs))
+    other = torch.ones(1, 2, 96, 64, dtype=torch.bool).transpose(2, 3)
+    assert not executable.is_loaded(problem, *_tensors(inputs), extras=Extras(mask=other))
+
+
+@pytest.mark.parametrize("missing", ["mask", "rng", "cu_seqlens_q", "cu_seqlens_k"])
+def test_a_tensor_that_a_feature_needs_is_asked_for_by_name(record: Record, missing: str) -> None:
+    lengths = ((20, 30), (5, 7))
+    if missing == "mask":
+        problem = backward_problem(seqlen_q=20).replace(mask_tensor=MaskTensor.FLOAT, dropout_p=0.5)
+        extras = Extras(mask=torch.zeros(1, 2, 20, 20), rng=dropout_rng())
+    else:
+        problem = packed_problem(lengths).replace(dropout_p=0.5)
+        extras = packed_extras(lengths, rng=dropout_rng())
+    inputs = make_inputs(problem, extras=extras)
+    lacking = inputs.replace(extras=extras._replace(**{missing: None}))
+    with pytest.raises(InvalidProblemError, match=missing):
+        _call(_executable(problem, make_variant("split")), problem, lacking)
+
+
+def test_workspaces_of_packed_sequences_are_those_of_one_long_one_with_padding(record: Record) -> None:
+    lengths = ((20, 30), (5, 7))
+    problem = packed_problem(lengths, tail=(3, 0), heads=2)
+    inputs = make_inputs(problem, extras=packed_extras(lengths))
+    _call(_executable(problem, make_variant("key_outer")), problem, inputs)
+    assert record.tensor("backward_keys", "acc_ptr").shape == (1, 2, 28, 64)
+    # Three slots of 128 rows: for both sequences, and for what lies behind them.
+    assert record.tensor("backward_keys", "log2_sum_ptr").shape == (2 * 3 * 128,)
+    assert record.tensor("backward_keys", "cu_q_ptr") is inputs.extras.cu_seqlens_q
+    assert record.tensor("backward_preprocess", "cu_q_ptr") is inputs.extras.cu_seqlens_q
+
+
+def test_packed_sequences_have_no_descriptors() -> None:
+    problem = packed_problem(((20, 30), (5, 7)))
+    with pytest.raises(RenderError, match="pointers"):
+        _executable(problem, make_variant("split", "tma"))
