@@ -204,18 +204,10 @@ def attention_varlen(
     """
     q, k, v = autocast(query, key, value) or (query, key, value)
     check_tensors(q, k, v, "thd")
-    offsets_q = check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q)
-    offsets_k = check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k)
-    if offsets_q.shape != offsets_k.shape:
-        raise InvalidProblemError(
-            "cu_seqlens_q and cu_seqlens_k must describe as many sequences, got "
-            f"{offsets_q.shape[0] - 1} and {offsets_k.shape[0] - 1}"
-        )
-    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if longest is not None and longest < 0:
-            raise InvalidProblemError(f"{name} must be None or not negative, got {longest}")
+    extras = packed_extras(q, k, cu_seqlens_q, cu_seqlens_k)
     dropout = dropout_of(dropout_p)
-    extras = Extras(cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k, rng=draw_rng(q) if dropout else None)
+    if dropout:
+        extras = extras._replace(rng=draw_rng(q))
     out, lse = _run(
         *packed(q, k, v),
         extras,
@@ -227,7 +219,7 @@ def attention_varlen(
         return_lse=return_lse,
         deterministic=deterministic,
         vendor=vendor,
-        longest=(max_seqlen_q or 0, max_seqlen_k or 0),
+        longest=longest_of(max_seqlen_q, max_seqlen_k),
     )
     out = out.squeeze(0).transpose(0, 1)
     return (out, lse.squeeze(0)) if return_lse else out
@@ -326,7 +318,7 @@ def _run(
         window=window,
         softcap=softcap,
         dropout_p=dropout_p,
-        sequences=None if extras.cu_seqlens_q is None else extras.cu_seqlens_q.shape[0] - 1,
+        sequences=extras.sequences,
         longest=longest,
     )
     call = call_key_of(q, k, v, options, extras)
@@ -353,6 +345,34 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     dtype = torch.get_autocast_dtype(kind)
     q, k, v = (x if x.dtype is torch.float64 else x.to(dtype) for x in (query, key, value))
     return q, k, v
+
+
+def packed_extras(query: Tensor, key: Tensor, cu_seqlens_q: object, cu_seqlens_k: object) -> Extras:
+    """Checked offsets of packed tensors [T, H, D].
+
+    Raises:
+        InvalidProblemError: for offsets that are none, or that describe different numbers of sequences.
+    """
+    offsets_q = check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, query)
+    offsets_k = check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, key)
+    if offsets_q.shape != offsets_k.shape:
+        raise InvalidProblemError(
+            "cu_seqlens_q and cu_seqlens_k must describe as many sequences, got "
+            f"{offsets_q.shape[0] - 1} and {offsets_k.shape[0] - 1}"
+        )
+    return Extras(cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k)
+
+
+def longest_of(max_seqlen_q: int | None, max_seqlen_k: int | None) -> tuple[int, int]:
+    """What the caller knows of the longest packed sequence; 0 for nothing.
+
+    Raises:
+        InvalidProblemError: for a negative length.
+    """
+    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if longest is not None and longest < 0:
+            raise InvalidProblemError(f"{name} must be None or not negative, got {longest}")
+    return max_seqlen_q or 0, max_seqlen_k or 0
 
 
 def packed(query: Tensor, key: Tensor, value: Tensor) -> Triple:

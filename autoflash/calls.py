@@ -153,7 +153,7 @@ class Prepared:
 
         with self._resolver.lock:
             resolution, (call, gradients) = self._resolver.first_call(
-                problem, self._ladder, (q, k, v, dout), run, capturing=is_capturing(q)
+                problem, self._ladder, (q, k, v, dout), run, extras=extras, capturing=is_capturing(q)
             )
             if len(self._backwards) >= _MOST_BACKWARDS:
                 self._backwards.pop(next(iter(self._backwards)))
@@ -282,7 +282,9 @@ def prepare(
                 prepared.run = prepared.differentiable
         return prepared, prepared.run(q, k, v, *given)
 
-    resolution, (prepared, result) = resolver.first_call(problem, candidates, (q, k, v), run, capturing=is_capturing(q))
+    resolution, (prepared, result) = resolver.first_call(
+        problem, candidates, (q, k, v), run, extras=extras, capturing=is_capturing(q)
+    )
     prepared.resolution = resolution
     return prepared, result
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from autoflash import keys
 from autoflash.arguments import (
     Options,
-    check_cu_seqlens,
     check_layout,
     check_tensors,
     dropout_of,
@@ -24,12 +23,23 @@ from autoflash.arguments import (
     wants_tf32,
     window_of,
 )
-from autoflash.attention import attention, attention_varlen, autocast, call_key_of, heads_first, options_of, packed
+from autoflash.attention import (
+    attention,
+    attention_varlen,
+    autocast,
+    call_key_of,
+    heads_first,
+    longest_of,
+    options_of,
+    packed,
+    packed_extras,
+)
 from autoflash.calls import ladders
 from autoflash.dispatch.explain import Explanation, PassExplanation, explain_pass
 from autoflash.dispatch.ladder import Candidate
 from autoflash.dispatch.resolve import Resolution
 from autoflash.dispatch.table import load, load_decisions
+from autoflash.errors import InvalidProblemError
 from autoflash.ops import CALLS, call_key
 from autoflash.problem import Pass
 from autoflash.runtime.executable import NO_EXTRAS, Extras
@@ -86,13 +96,10 @@ def explain(
     """
     refuse_unbuilt(**unbuilt)
     query, key, value = autocast(query, key, value) or (query, key, value)
-    extras = NO_EXTRAS
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+    if cu_seqlens_q is not None or cu_seqlens_k is not None:
+        _refuse_mask(mask)
         check_tensors(query, key, value, "thd")
-        extras = Extras(
-            cu_seqlens_q=check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, query),
-            cu_seqlens_k=check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, key),
-        )
+        extras = packed_extras(query, key, cu_seqlens_q, cu_seqlens_k)
         q, k, v = packed(query, key, value)
     else:
         check_layout(layout)
@@ -102,7 +109,6 @@ def explain(
     training = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    window_left, window_right = window_of(window)
     options = options_of(
         q,
         causal,
@@ -111,17 +117,18 @@ def explain(
         deterministic,
         vendor,
         training,
-        window=(window_left, window_right),
+        window=window_of(window),
         softcap=softcap_of(softcap),
         dropout_p=dropout_of(dropout_p),
-        sequences=None if extras.cu_seqlens_q is None else extras.cu_seqlens_q.shape[0] - 1,
-        longest=(max_seqlen_q or 0, max_seqlen_k or 0),
+        sequences=extras.sequences,
+        longest=longest_of(max_seqlen_q, max_seqlen_k),
     )
     forwards, backwards = ladders(CALLS.resolver, q, k, v, options, extras)
-    plain = call_key(
-        query, key, value, causal, scale, layout, return_lse, deterministic, vendor, training, wants_tf32(query)
-    )
-    known = CALLS.prepared.get(call_key_of(q, k, v, options, extras)) or CALLS.prepared.get(plain)
+    known = CALLS.prepared.get(call_key_of(q, k, v, options, extras))
+    if known is None and not problem_of_tensors(q, k, v, options, Pass.FORWARD, extras).features:
+        # An eager plain call is kept under a key of its own.
+        plain = (causal, scale, layout, return_lse, deterministic, vendor, training, wants_tf32(query))
+        known = CALLS.prepared.get(call_key(query, key, value, *plain))
     forward = known.resolution if known is not None else None
     passes = [_explain_pass(q, k, v, options, extras, Pass.FORWARD, forward, forwards)]
     if training and passes[0].variant.family is not Family.VENDOR:
@@ -198,12 +205,14 @@ def warmup(
         "deterministic": deterministic,
         "vendor": vendor,
     }
-    if cu_seqlens_q is None:
-        common |= {"mask": mask, "layout": layout}
-    else:
+    is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
+    if is_packed:
+        _refuse_mask(mask)
         common |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         common |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    call = attention if cu_seqlens_q is None else attention_varlen
+    else:
+        common |= {"mask": mask, "layout": layout}
+    call = attention_varlen if is_packed else attention
     with torch.set_grad_enabled(backward), torch.random.fork_rng(enabled=dropout_p != 0.0):
         result = call(*tensors, **common)
         if backward:
@@ -248,6 +257,11 @@ def freeze(table: str | os.PathLike[str] | None = None) -> str:
 def forget() -> None:
     """Drop every choice of this process, so that the next call reads the records anew."""
     CALLS.reset()
+
+
+def _refuse_mask(mask: Tensor | None) -> None:
+    if mask is not None:
+        raise InvalidProblemError("packed sequences have no mask: leave mask out")
 
 
 def _explain_pass(

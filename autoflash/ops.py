@@ -88,8 +88,7 @@ def layout_of(mask: Tensor | None) -> tuple[object, ...] | None:
 def _prepared(query: Tensor, key: Tensor, value: Tensor, extras: Extras, *options: Any) -> tuple[Prepared, Pair | None]:
     """The prepared call, and its results where it had to be made to find it."""
     scale, causal, deterministic, vendor, return_lse, training, left, right, softcap, dropout_p, *longest = options
-    sequences = None if extras.cu_seqlens_q is None else extras.cu_seqlens_q.shape[0] - 1
-    call = call_key(query, key, value, "op", *options, sequences, layout_of(extras.mask))
+    call = call_key(query, key, value, "op", *options, extras.sequences, layout_of(extras.mask))
     known = CALLS.prepared.get(call)
     if known is not None:
         return known, None
@@ -105,7 +104,7 @@ def _prepared(query: Tensor, key: Tensor, value: Tensor, extras: Extras, *option
         window_right=right,
         softcap=softcap,
         dropout_p=dropout_p,
-        sequences=sequences,
+        sequences=extras.sequences,
         longest_q=longest[0],
         longest_k=longest[1],
     )

@@ -96,8 +96,8 @@ class Faulty:
     def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
         return self.good.why_not(problem, *tensors)
 
-    def is_loaded(self, problem: Problem, *tensors: Tensor) -> bool:
-        return self.good.is_loaded(problem, *tensors)
+    def is_loaded(self, problem: Problem, *tensors: Tensor, extras: Extras = NO_EXTRAS) -> bool:
+        return self.good.is_loaded(problem, *tensors, extras=extras)
 
     def resources(self) -> Resources | None:
         return self.good.resources()

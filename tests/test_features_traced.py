@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 import autoflash
 from autoflash.arguments import draw_rng
-from autoflash.errors import UnsupportedError
+from autoflash.errors import InvalidProblemError, UnsupportedError
 from tests.featured import (
     LENGTHS_K,
     LENGTHS_Q,
@@ -141,6 +142,40 @@ def test_explain_knows_the_features() -> None:
     explained = autoflash.explain(q, k, v, window=(7, 3), softcap=2.0, dropout_p=0.1, vendor="never")
 
     assert ["/full+softcap+window+dropout/" in str(one.cell) for one in explained.passes] == [True, True]
+
+
+def test_a_plain_call_explains_no_featured_one() -> None:
+    q, k, v = tensors()
+    autoflash.attention(q, k, v, vendor="never")
+
+    (plain,) = autoflash.explain(q, k, v, vendor="never").passes
+    (featured,) = autoflash.explain(q, k, v, softcap=3.5, vendor="never").passes
+
+    assert plain.has_run
+    assert not featured.has_run
+    assert "+softcap/" in str(featured.cell)
+
+
+@pytest.mark.parametrize("call", [autoflash.explain, autoflash.warmup])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"cu_seqlens_q": offsets(LENGTHS_Q)}, "cu_seqlens_k must be a tensor, got NoneType"),
+        ({"cu_seqlens_k": offsets(LENGTHS_K)}, "cu_seqlens_q must be a tensor, got NoneType"),
+        ({"cu_seqlens_q": offsets(LENGTHS_Q), "cu_seqlens_k": offsets([3])}, "as many sequences, got 6 and 1"),
+        (
+            {"cu_seqlens_q": offsets(LENGTHS_Q), "cu_seqlens_k": offsets(LENGTHS_K), "mask": bool_mask(M, N)},
+            "packed sequences have no mask",
+        ),
+    ],
+)
+def test_what_packed_calls_cannot_mean_is_refused_by_explain_and_warmup(
+    call: Any, arguments: dict[str, Any], words: str
+) -> None:
+    q, k, v = packed()
+
+    with pytest.raises(InvalidProblemError, match=words):
+        call(q, k, v, vendor="never", **arguments)
 
 
 def test_warmup_of_featured_calls_prepares_them_and_leaves_the_generator_alone() -> None:

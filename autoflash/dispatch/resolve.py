@@ -18,7 +18,7 @@ from autoflash.dispatch.ladder import Candidate, Here, VendorPolicy, inference_l
 from autoflash.dispatch.table import Table, load
 from autoflash.errors import NoKernelError
 from autoflash.problem import Cell, Form, Pass, Problem
-from autoflash.runtime.executable import Executable
+from autoflash.runtime.executable import NO_EXTRAS, Executable, Extras
 from autoflash.runtime.probe import environment, probe
 from autoflash.trial import Tier, Verification
 from autoflash.variant import Family, Variant
@@ -140,6 +140,7 @@ class Resolver:
         tensors: Sequence[Tensor],
         run: Callable[[Executable], _Result],
         *,
+        extras: Extras = NO_EXTRAS,
         capturing: bool = False,
     ) -> tuple[Resolution, _Result]:
         """Run the best kernel that can, and say which it was.
@@ -152,6 +153,7 @@ class Resolver:
             candidates: Best first.
             tensors: q, k, v, and dout for a backward pass.
             run: Prepares and makes the call with an executable.
+            extras: The tensors beside q, k and v.
             capturing: A CUDA graph is being captured: nothing may be compiled, loaded or verified.
 
         Raises:
@@ -163,7 +165,7 @@ class Resolver:
             if executable is None:
                 continue
             candidate = _with_digest(recorded, executable)
-            if not self._may_run(problem, cell, candidate, executable, tensors, walk, capturing=capturing):
+            if not self._may_run(problem, cell, candidate, executable, tensors, extras, walk, capturing=capturing):
                 continue
             try:
                 result = run(executable)
@@ -252,13 +254,14 @@ class Resolver:
         candidate: Candidate,
         executable: Executable,
         tensors: Sequence[Tensor],
+        extras: Extras,
         walk: _Walk,
         *,
         capturing: bool,
     ) -> bool:
         """Whether a candidate is verified, now if it has to be, and loaded where nothing may be loaded."""
         verified = not candidate.to_verify or (_form(cell), candidate.variant) in self._verified
-        if capturing and not (verified and executable.is_loaded(problem, *tensors)):
+        if capturing and not (verified and executable.is_loaded(problem, *tensors, extras=extras)):
             state = "not loaded" if verified else "not verified"
             walk.passed_over.append(f"{candidate.variant}: {state} yet, and a CUDA graph is being captured")
             return False

@@ -33,6 +33,11 @@ class Extras(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     rng: Tensor | None = None
 
+    @property
+    def sequences(self) -> int | None:
+        """How many sequences are packed; None where none are."""
+        return None if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
+
 
 NO_EXTRAS = Extras()
 
@@ -94,7 +99,7 @@ class Executable(Protocol):
         """The precondition that these tensors (q, k, v, and dout for a backward) miss; None if it can run them."""
         ...
 
-    def is_loaded(self, problem: Problem, *tensors: Tensor) -> bool:
+    def is_loaded(self, problem: Problem, *tensors: Tensor, extras: Extras = NO_EXTRAS) -> bool:
         """Whether a prepared call would need neither a compilation nor a module load (for CUDA-graph capture)."""
         ...
 

@@ -38,7 +38,7 @@ class GluonForward(CompiledExecutable):
             return "there are more tiles than the ticket counter holds"
         return reason
 
-    def is_loaded(self, problem: Problem, *tensors: Tensor) -> bool:
+    def is_loaded(self, problem: Problem, *tensors: Tensor, extras: Extras = NO_EXTRAS) -> bool:
         """Whether a prepared call would compile and load nothing."""
         return problem.is_empty or gluon_plan.forward_plan(problem, self._variant) in self._kernels
 

@@ -73,7 +73,7 @@ class TorchTiled:
         form = Form.of(problem)
         return None if form == self._form else f"this kernel computes {self._form}, the problem is {form}"
 
-    def is_loaded(self, problem: Problem, *tensors: Tensor) -> bool:
+    def is_loaded(self, problem: Problem, *tensors: Tensor, extras: Extras = NO_EXTRAS) -> bool:
         """Whether the module was imported and a graph can hold the call: not one that reads lengths from a GPU."""
         return self._is_loaded and not (problem.is_varlen and any(tensor.is_cuda for tensor in tensors))
 

@@ -76,7 +76,7 @@ class Vendor:
             return self._cpu_refusal(problem, tensors)
         return self._gpu_refusal(problem, tensors)
 
-    def is_loaded(self, problem: Problem, *tensors: Tensor) -> bool:
+    def is_loaded(self, problem: Problem, *tensors: Tensor, extras: Extras = NO_EXTRAS) -> bool:
         """Whether the call would compile nothing; torch's kernels are compiled."""
         return True
 

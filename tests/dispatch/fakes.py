@@ -50,7 +50,7 @@ class FakeExecutable:
     def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
         return self.refuses
 
-    def is_loaded(self, problem: Problem, *tensors: Tensor) -> bool:
+    def is_loaded(self, problem: Problem, *tensors: Tensor, extras: Extras = NO_EXTRAS) -> bool:
         return self.loaded
 
     def resources(self) -> Resources | None:
