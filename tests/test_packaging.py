@@ -91,7 +91,9 @@ def test_source_distribution_builds_the_same_wheel(tmp_path: Path, wheel: Path) 
     build = [sys.executable, "-m", "build", "--no-isolation"]
     subprocess.run([*build, "--sdist", "--outdir", str(tmp_path), str(ROOT)], check=True, capture_output=True)
     with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
-        archive.extractall(tmp_path, filter="data")
+        # Patch releases of Python from before 2023 have no filters.
+        archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+        archive.extractall(tmp_path)
     source = next(path for path in tmp_path.iterdir() if path.is_dir())
 
     subprocess.run([*build, "--wheel", "--outdir", str(tmp_path), str(source)], check=True, capture_output=True)
