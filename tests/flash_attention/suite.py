@@ -1,7 +1,7 @@
 """Fetch FlashAttention's test file, draw a stratified sample of its cases, and run them.
 
     pip install einops
-    python -m tests.flash_attention.suite --cases 2000 --seed 0 --list cases.txt
+    python -m tests.flash_attention.suite --cases 2000 --seed 0 --jobs 8 --list cases.txt
 
 Strata are the test functions, each with its values of dtype, causal, local, dropout and softcap. Cases of what is not
 built (ALiBi, KV caches, paged keys) are left out. On a machine without a GPU, ``--device cpu`` runs the smallest ones.
@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import io
 import itertools
+import multiprocessing
 import os
 import random
 import sys
@@ -22,6 +23,7 @@ import traceback
 import types
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -150,11 +152,37 @@ def run(module: types.ModuleType, case: Case) -> str | None:
     return None
 
 
+class Worker:
+    """A process that runs cases on a device."""
+
+    module: types.ModuleType
+
+    @classmethod
+    def start(cls, device: str) -> None:
+        """Load the tests, once a process."""
+        cls.module = load(fetch(), device)
+
+    @classmethod
+    def run(cls, case: Case) -> str | None:
+        """Why a case failed."""
+        return run(cls.module, case)
+
+
+def outcomes(chosen: list[Case], device: str, jobs: int) -> Iterator[tuple[Case, str | None]]:
+    """Run cases in several processes, in the order in which they end."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, Worker.start, (device,)) as pool:
+        running = {pool.submit(Worker.run, case): case for case in chosen}
+        for future in as_completed(running):
+            yield running[future], future.result()
+
+
 def main() -> int:
     """Run the sample; 1 where a case fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1, help="processes that share the device")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--list", type=Path, help="write the cases with their outcomes here")
     parser.add_argument("--quiet", action="store_true", help="print no progress")
@@ -162,20 +190,20 @@ def main() -> int:
     module = load(fetch(), options.device)
     every = [case for case in cases(module) if options.device == "cuda" or case.work <= _MOST_CPU_WORK]
     chosen = sample(every, options.cases, options.seed)
-    outcomes: dict[Case, str | None] = {}
+    found: dict[Case, str | None] = {}
     began = time.monotonic()
-    for done, case in enumerate(chosen, 1):
-        outcomes[case] = run(module, case)
-        if outcomes[case] not in (None, "skipped"):
-            print(f"FAILED {case}: {outcomes[case]}", flush=True)
-        if not options.quiet and (done % 20 == 0 or done == len(chosen)):
-            left = (time.monotonic() - began) / done * (len(chosen) - done)
-            print(f"{done} of {len(chosen)} cases, {left:.0f} s left", file=sys.stderr, flush=True)
+    for case, outcome in outcomes(chosen, options.device, options.jobs):
+        found[case] = outcome
+        if outcome not in (None, "skipped"):
+            print(f"FAILED {case}: {outcome}", flush=True)
+        if not options.quiet and (len(found) % 20 == 0 or len(found) == len(chosen)):
+            left = (time.monotonic() - began) / len(found) * (len(chosen) - len(found))
+            print(f"{len(found)} of {len(chosen)} cases, {left:.0f} s left", file=sys.stderr, flush=True)
     if options.list is not None:
-        lines = [f"{case}: {outcome or 'passed'}" for case, outcome in outcomes.items()]
+        lines = [f"{case}: {outcome or 'passed'}" for case, outcome in found.items()]
         options.list.write_text(f"# seed {options.seed}, commit {COMMIT}\n" + "\n".join(sorted(lines)) + "\n")
-    skipped = sum(outcome == "skipped" for outcome in outcomes.values())
-    failed = sum(outcome is not None for outcome in outcomes.values()) - skipped
+    skipped = sum(outcome == "skipped" for outcome in found.values())
+    failed = sum(outcome is not None for outcome in found.values()) - skipped
     passed = len(chosen) - skipped - failed
     print(f"{passed} passed, {failed} failed, {skipped} skipped of {len(every)} that may be drawn")
     return 1 if failed else 0
