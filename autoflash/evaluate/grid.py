@@ -52,6 +52,10 @@ _DROPOUTS = (None, 0.17, 0.9, 0.5, 0.01)
 _RNGS = ((20_240_607, 48), (-(2**62) + 5, 2**33 + 17))
 
 
+# A power of two, so that gradients of one size are exact.
+_FLAT_SCALE = 0.125
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """One problem to verify a kernel on.
@@ -126,7 +130,7 @@ def screen_cases(problem: Problem) -> tuple[Case, ...]:
     irregular = _irregular(problem)
     cases = [_own(problem), _with_features(irregular, 1)]
     if problem.op is Pass.BACKWARD and problem.dtype is DType.BF16 and not problem.dropout_p:
-        flat = _case(problem, 1, 2, flat=True, lengths=((1, 2),))
+        flat = _case(problem, 1, 2, flat=True, scale=_FLAT_SCALE, lengths=((1, 2),))
         bounds = {"window_left": 4, "window_right": 4} if problem.has_window else {}
         mask = MaskForm(pattern=Pattern.NOTHING)
         cases.append(_with_features(dataclasses.replace(flat, problem=flat.problem.replace(**bounds)), 0, mask=mask))

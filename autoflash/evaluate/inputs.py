@@ -135,10 +135,11 @@ def draw_flat(problem: Problem, scale: float, *, device: str = "cpu") -> Inputs:
 
     Elsewhere the largest gradients decide what is allowed, and hide an error of one percent in bf16; here it shows.
     The scores are equal (q is orthogonal to both keys), so that each probability is a half; the values are opposite.
+    Whatever the sizes, each number that a kernel rounds on the way is exact in bf16.
 
     Args:
         problem: One query and two keys; gives the other sizes and the type.
-        scale: Factor of the scores, not 0.
+        scale: Factor of the scores, a power of two.
         device: Where the tensors shall lie.
     """
     generator = torch.Generator().manual_seed(0)
@@ -150,11 +151,14 @@ def draw_flat(problem: Problem, scale: float, *, device: str = "cpu") -> Inputs:
     alternating = 1.0 - 2.0 * (torch.arange(problem.head_dim) % 2)
     alternating[problem.head_dim // 2 * 2 :] = 0.0
     towards, upwards = signs(problem.head_dim), signs(problem.head_dim_v)
-    # With these factors, dq and dk are 7/8 times ds / 3.5, ds is 3.5, and dv is 7/8.
+    # Powers of two in place of the group and of the columns: a half of the sum over columns, ds, is 3.5.
+    share, columns = 1 << (group - 1).bit_length(), 1 << (problem.head_dim_v.bit_length() - 1)
+    values = upwards * (torch.arange(problem.head_dim_v) < columns)
+    # Of one head, dq and dk are 7/8 times ds / 3.5, and dv is 7/8; dk and dv of a group are so many shares of it.
     k = torch.cat([towards, -towards], dim=2) * (0.125 / scale)
-    v = torch.cat([upwards, -upwards], dim=2) * (4.0 * group / problem.head_dim_v)
-    q = (towards * alternating * (0.25 / (scale * group))).repeat_interleave(group, dim=1)
-    dout = (upwards * (1.75 / group)).repeat_interleave(group, dim=1)
+    v = torch.cat([values, -values], dim=2) * (4.0 * share / columns)
+    q = (towards * alternating * (0.25 / (scale * share))).repeat_interleave(group, dim=1)
+    dout = (upwards * (1.75 / share)).repeat_interleave(group, dim=1)
     dtype = TORCH_TYPES[problem.dtype]
     q, k, v, dout = (tensor.to(device=device, dtype=dtype) for tensor in (q, k, v, dout))
     return Inputs(q=q, k=k, v=v, dout=dout, dlse=torch.zeros(batch, problem.heads, 1, device=device))

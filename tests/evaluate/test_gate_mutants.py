@@ -110,6 +110,17 @@ def test_the_gate_is_as_sharp_for_other_head_dims(op, dtype, head_dim):
     assert [fault for fault, passed in verdicts.items() if passed] == [None]
 
 
+@pytest.mark.parametrize(("head_dim", "group"), [(224, 1), (32, 6), (128, 3)])
+def test_the_gate_is_as_sharp_for_sizes_that_are_no_powers_of_two(head_dim, group):
+    sizes = {"head_dim": head_dim, "heads": 2 * group, "kv_heads": 2}
+    problem = problem_of(Pass.BACKWARD, DType.BF16, Mask.FULL, **sizes)
+    faults = [f"{name} a little too large" for name in ("dq", "dk", "dv")]
+
+    verdicts = {fault: verify(Kernel(fault), problem, Level.SCREEN).passed for fault in (None, *faults)}
+
+    assert [fault for fault, passed in verdicts.items() if passed] == [None]
+
+
 @pytest.mark.parametrize("fault", ["lse finite in blind rows", "average in blind rows"])
 @pytest.mark.parametrize("dtype", DType)
 def test_a_forward_that_is_wrong_in_rows_without_keys_is_rejected_by_the_grid(dtype, fault):

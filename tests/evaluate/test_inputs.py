@@ -118,6 +118,19 @@ def test_flat_inputs_have_gradients_of_one_size(head_dim, group):
         torch.testing.assert_close(grad.abs(), torch.full_like(grad, 0.875), rtol=0.01, atol=0.0)
 
 
+@pytest.mark.parametrize("head_dim", [8, 40, 96, 224])
+@pytest.mark.parametrize("group", [1, 3, 6, 8])
+def test_bf16_holds_all_that_is_rounded_between_flat_inputs_and_their_gradients(head_dim, group):
+    problem = problem_of(op=Pass.BACKWARD, dtype=DType.BF16, head_dim=head_dim, heads=2 * group, seqlen_q=1, seqlen_k=2)
+    inputs = draw_flat(problem, 0.125)
+
+    grads = reference.gradients(inputs.q, inputs.k, inputs.v, inputs.dout, scale=0.125)
+    dp = inputs.dout.double() @ inputs.v.double().repeat_interleave(group, 1).mT
+
+    for exact in (*grads, 0.5 * dp):
+        assert torch.equal(exact.bfloat16().double(), exact)
+
+
 def test_the_keys_at_both_edges_of_a_window_decide_rows_and_those_beyond_would():
     problem = problem_of(dtype=DType.FP32, head_dim=128, window_left=40, window_right=9)
     inputs = draw(problem.replace(dtype=DType.FP16), 0.1)

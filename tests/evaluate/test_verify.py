@@ -53,6 +53,19 @@ def test_the_tiled_torch_family_passes_the_grid_everywhere(op, dtype, mask, loop
     assert verification.checks > 15
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "seqlen", "window_left"),
+    [(32, 2, None), (64, 512, 170)],
+)
+def test_what_the_rounding_of_a_given_output_does_is_not_the_kernels_fault(head_dim, seqlen, window_left):
+    sizes = {"head_dim": head_dim, "batch": 2, "heads": 2, "kv_heads": 2, "seqlen_q": seqlen, "seqlen_k": seqlen}
+    problem = problem_of(op=Pass.BACKWARD, dtype=DType.FP16, mask=Mask.CAUSAL, **sizes).replace(window_left=window_left)
+
+    verification = verify(tiled(Form.of(problem), "query_outer"), problem, Level.SCREEN)
+
+    assert verification.passed, verification.detail
+
+
 ALL_FEATURES = {"window_left": 60, "window_right": 5, "softcap": 20.0, "dropout_p": 0.2}
 
 
