@@ -19,6 +19,9 @@ _LARGEST_BLOCK = 256
 # Prime, and many blocks of any size.
 _LONG_SEQLEN = 4099
 
+# Tiles of 128 queries for each multiprocessor.
+_CROWD = 6
+
 # The features of a case are taken from these lists in turn. The numbers of entries have no common factor, so that the
 # grid sees many pairs of them. None stands for the problem's own.
 _WINDOWS: tuple[tuple[int | None, int | None] | None, ...] = (
@@ -217,6 +220,16 @@ def determinism_case(problem: Problem, multiprocessors: int) -> Case:
     heads = _case(problem, 512, 512).problem.heads
     batch = multiprocessors // (heads * 4) + 1
     case = _case(problem, 512, 512, batch=batch, lengths=((512, 512),) * batch)
+    return _checked(problem, [_with_features(case, 0)])[0]
+
+
+def crowded_case(problem: Problem, multiprocessors: int) -> Case:
+    """Many tiles of a single key block for each multiprocessor: where programs stay, the next tile presses on the last."""
+    queries, keys = 1024, 128
+    heads = _case(problem, queries, keys).problem.heads
+    batch = multiprocessors * _CROWD // (heads * 8) + 1
+    lengths = ((queries, keys),) * batch
+    case = _case(problem, queries, keys, batch=batch, alignment=Alignment.TOP_LEFT, lengths=lengths)
     return _checked(problem, [_with_features(case, 0)])[0]
 
 

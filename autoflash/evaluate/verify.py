@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autoflash.device import Device
 from autoflash.evaluate.expected import Expected, Limit, expanded, expected
-from autoflash.evaluate.grid import Case, determinism_case, full_cases, screen_cases
+from autoflash.evaluate.grid import Case, crowded_case, determinism_case, full_cases, screen_cases
 from autoflash.evaluate.inputs import Guarded, Memory
 from autoflash.problem import Pass, Problem
 from autoflash.runtime.executable import Executable, Extras
@@ -56,9 +56,10 @@ def verify(executable: Executable, problem: Problem, level: Level, *, device: De
     """Put a kernel through the gate.
 
     Every output is filled with NaN first; tensors lie in larger buffers whose margins, like the inputs, must be bitwise
-    unchanged afterwards. Inputs make single keys decide single rows, at the borders of every block size. Cases that
-    the kernel refuses by :meth:`~autoflash.runtime.executable.Executable.why_not` are left out; a log-sum-exp that it
-    does not have is not compared. What the kernel raises is not caught.
+    unchanged afterwards. Inputs make single keys decide single rows, at the borders of every block size. On a GPU the
+    whole grid ends with repeated launches of many short tiles, which may show a race. Cases that the kernel refuses
+    by :meth:`~autoflash.runtime.executable.Executable.why_not` are left out; a log-sum-exp that it does not have is
+    not compared. What the kernel raises is not caught.
 
     Args:
         executable: The kernel.
@@ -72,6 +73,8 @@ def verify(executable: Executable, problem: Problem, level: Level, *, device: De
         findings = _verify_cases(
             executable, screen_cases(problem) if level is Level.SCREEN else full_cases(problem), place
         )
+        if level is Level.FULL and place != "cpu" and max(findings).ratio <= 1.0:
+            findings += _verify_crowded(executable, crowded_case(problem, _multiprocessors(place)), place)
         if problem.deterministic and max(findings).ratio <= 1.0:
             findings.append(_verify_determinism(executable, determinism_case(problem, _multiprocessors(place)), place))
     worst = max(findings)
@@ -179,6 +182,12 @@ def _verify_case(executable: Executable, case: Case, device: str) -> Finding | s
     """The worst finding of one case, or the reason why the executable refuses it."""
     run = run_case(executable, case, device)
     return run if isinstance(run, str) else Finding(run.finding.ratio, f"{run.finding.words} ({case})")
+
+
+def _verify_crowded(executable: Executable, case: Case, device: str) -> list[Finding]:
+    """The findings of many launches; none where the kernel refuses the case. That can show a race, never exclude it."""
+    launches = (_verify_case(executable, case, device) for _ in range(_LAUNCHES))
+    return [finding for finding in launches if isinstance(finding, Finding)]
 
 
 def _verify_determinism(executable: Executable, case: Case, device: str) -> Finding:

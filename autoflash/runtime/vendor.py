@@ -216,5 +216,8 @@ class _Backward:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, *, backend: SDPBackend, causal: bool, scale: float, grouped: bool
 ) -> Tensor:
+    if scale <= 0.0:
+        # cuDNN gives NaN for such a scale. The sign moves to the query without rounding.
+        q, scale = (-q, -scale) if scale < 0.0 else (q * 0.0, 1.0)
     with sdpa_kernel(backend):
         return functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)

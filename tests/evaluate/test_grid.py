@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from autoflash.evaluate.expected import draw_case
-from autoflash.evaluate.grid import determinism_case, full_cases, screen_cases
+from autoflash.evaluate.grid import crowded_case, determinism_case, full_cases, screen_cases
 from autoflash.evaluate.inputs import Memory
 from autoflash.evaluate.masks import MaskForm, Pattern
 from autoflash.problem import Alignment, DType, Form, Mask, MaskTensor, Pass
@@ -42,7 +42,7 @@ def problem_of(features, **changes):
 def test_every_case_has_the_form_type_and_head_dims_of_the_problem(dtype, op, mask, features):
     problem = problem_of(features, op=op, mask=mask, dtype=dtype, head_dim=96, head_dim_v=48)
 
-    cases = [*full_cases(problem), determinism_case(problem, 132)]
+    cases = [*full_cases(problem), determinism_case(problem, 132), crowded_case(problem, 132)]
 
     assert {Form.of(case.problem) for case in cases} == {Form.of(problem)}
     assert {(case.problem.dtype, case.problem.head_dim, case.problem.head_dim_v) for case in cases} == {(dtype, 96, 48)}
@@ -65,6 +65,20 @@ def test_the_first_case_is_the_problem_s_own():
     assert (own.problem.seqlen_q, own.problem.group) == (512, 4)
     assert (own.problem.softcap, own.problem.dropout_p) == (50.0, 0.1)
     assert own.mask == MaskForm()
+
+
+@pytest.mark.parametrize("multiprocessors", [20, 132])
+@pytest.mark.parametrize("features", COMBINATIONS)
+def test_a_crowd_is_many_tiles_of_one_key_block_that_every_row_sees(features, multiprocessors):
+    case = crowded_case(problem_of(features, mask=Mask.CAUSAL), multiprocessors)
+    problem = case.problem
+
+    lengths = case.lengths or [(problem.seqlen_q, problem.seqlen_k)] * problem.batch
+    tiles = sum(length_q // 128 for length_q, _ in lengths) * problem.heads
+
+    assert 6 * multiprocessors <= tiles <= 6 * multiprocessors + 8 * problem.heads
+    assert {length_k for _, length_k in lengths} == {128}
+    assert problem.alignment is Alignment.TOP_LEFT
 
 
 @pytest.mark.parametrize(("left", "kept"), [(1023, 170), (63, 63), (None, None)])

@@ -90,7 +90,9 @@ def test_case_a13_a_long_window_of_more_than_2_to_31_elements() -> None:
     out = attend(q, k, v, causal=True, window=(128, 0))
 
     last = [x[:, :, -512:] for x in (q, k, v)]
-    torch.testing.assert_close(out[:, :, -256:], attend(*last, causal=True, window=(128, 0))[:, :, -256:])
+    alone = attend(*last, causal=True, window=(128, 0))
+    # Blocks of keys begin elsewhere: sums are rounded in another order.
+    torch.testing.assert_close(out[:, :, -256:], alone[:, :, -256:], atol=2e-3, rtol=1.6e-2)
 
 
 def test_case_a48_a_mask_of_more_than_2_to_31_elements() -> None:

@@ -79,6 +79,26 @@ def test_backward_passes_the_gate(device: Device, head_dim: int, block_m: int, m
     assert verification.passed, verification.detail
 
 
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("output", ["tma", "direct"])
+def test_a_tile_of_one_key_block_is_not_overtaken_by_the_next(device: Device, output: str, head_dim: int) -> None:
+    problem = make_problem(
+        dtype=DType.FP16, head_dim=head_dim, batch=60, heads=4, kv_heads=4, seqlen_q=1024, seqlen_k=128
+    )
+    q = torch.randn(60, 1024, 4, head_dim, device="cuda", dtype=torch.float16).transpose(1, 2)
+    k, v = (torch.randn(60, 128, 4, head_dim, device="cuda", dtype=torch.float16).transpose(1, 2) for _ in range(2))
+    choices = WIDE if head_dim == 256 else {}
+    call = prepared(problem, make_variant(Family.GLUON_SM90, **{**choices, "output": output}), device, [q, k, v])
+    expected = torch.nn.functional.scaled_dot_product_attention(q.float(), k.float(), v.float(), scale=0.1)
+
+    first, first_lse = call(q, k, v)
+    torch.testing.assert_close(first.float(), expected, atol=5e-3, rtol=5e-3)
+    for _ in range(200):
+        out, lse = call(q, k, v)
+        assert torch.equal(out, first)
+        assert torch.equal(lse, first_lse)
+
+
 def test_tickets_are_not_shared_between_streams(device: Device) -> None:
     problem = make_problem(head_dim=128, batch=2, heads=16, seqlen_q=1024, mask=Mask.CAUSAL)
     inputs = tensors(problem)

@@ -100,6 +100,21 @@ def test_top_left_alignment_is_what_torch_has() -> None:
     assert torch.allclose(out.double(), reference.attention(q, k, v, causal="top_left", scale=1.0), atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["flash", "math"])
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scales_that_are_not_positive_mean_what_they_say(backend: str, scale: float) -> None:
+    problem = make_problem(dtype=DType.FP32, seqlen_q=5, seqlen_k=7, head_dim=16)
+    q, k, v, dout = _tensors(problem)
+    backward = problem.replace(op=Pass.BACKWARD)
+
+    out, lse = _vendor(backend, problem).prepare_forward(problem, q, k, v, scale)(q, k, v)
+    grads = _vendor(backend, backward).prepare_backward(backward, q, k, v, out, dout, scale)(q, k, v, out, lse, dout)
+
+    assert torch.allclose(out.double(), reference.attention(q, k, v, scale=scale), atol=1e-5)
+    for found, exact in zip(grads, reference.gradients(q, k, v, dout, scale=scale), strict=True):
+        assert torch.allclose(found.double(), exact, atol=1e-5)
+
+
 def test_gpu_backends_are_refused_on_a_cpu_and_unknown_ones_everywhere() -> None:
     problem = make_problem()
 
