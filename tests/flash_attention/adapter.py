@@ -47,28 +47,17 @@ def _watched() -> Iterator[list[Tensor]]:
 
 
 def _signed_probabilities(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    lengths: tuple[Tensor, Tensor],
-    rng: Tensor,
-    dropout_p: float,
-    scale: float | None,
-    causal: bool,
-    window: tuple[int, int],
+    q: Tensor, k: Tensor, lse: Tensor, rng: Tensor, dropout_p: float, scale: float | None
 ) -> Tensor:
-    """exp(score - LSE) [B, H, M, N], negative where dropped and 0 where hidden: q [B, M, H, D], k [B, N, H_KV, D]."""
+    """exp(score - LSE) [B, H, M, N], negative where dropped: q [B, M, H, D], k [B, N, H_KV, D].
+
+    As in FlashAttention's debugging output, anything may stand where a mask or padding hides a score.
+    """
     queries, keys = q.detach().transpose(1, 2).float(), k.detach().transpose(1, 2).float()
     keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
     scores = queries @ keys.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    p = torch.exp(scores - lse.detach().masked_fill(lse == -torch.inf, torch.inf)[..., None]).clamp(max=1.0)
+    p = torch.exp(scores - lse.detach().masked_fill(lse == -torch.inf, torch.inf)[..., None])
     batch, heads, rows, columns = p.shape
-    lengths_q, lengths_k = (length.to(p.device)[:, None, None] for length in lengths)  # [B, 1, 1]
-    offs_n = torch.arange(columns, device=p.device)
-    offset = offs_n - torch.arange(rows, device=p.device)[:, None] - lengths_k + lengths_q  # [B, M, N]
-    hidden = (offs_n >= lengths_k) | (causal & (offset > 0))
-    hidden |= (window[1] >= 0) & (offset > window[1]) | (window[0] >= 0) & (offset < -window[0])
-    p = p.masked_fill(hidden[:, None], 0.0)
     keep = reference.dropout_keep(rng, dropout_p, batch, heads, slice(0, rows), columns, p.device)
     return torch.where(keep, p, -p)
 
@@ -107,9 +96,7 @@ def flash_attn_func(
         return out
     if not dropout_p:
         return out, lse, None
-    lengths = (torch.full((q.shape[0],), q.shape[1]), torch.full((q.shape[0],), k.shape[1]))
-    how = (drawn[0], dropout_p, softmax_scale, causal, _window(window_size))
-    return out, lse, _signed_probabilities(q, k, lse, lengths, *how)
+    return out, lse, _signed_probabilities(q, k, lse, drawn[0], dropout_p, softmax_scale)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -167,8 +154,7 @@ def flash_attn_varlen_func(
         return out, lse, None
     queries, keys = (_padded(x, cu) for x, cu in ((q, cu_seqlens_q), (k, cu_seqlens_k)))
     lses = _padded(lse.transpose(0, 1)[..., None], cu_seqlens_q)[..., 0].transpose(1, 2)  # [B, H, longest]
-    how = (drawn[0], dropout_p, softmax_scale, causal, _window(window_size))
-    return out, lse, _signed_probabilities(queries, keys, lses, (cu_seqlens_q.diff(), cu_seqlens_k.diff()), *how)
+    return out, lse, _signed_probabilities(queries, keys, lses, drawn[0], dropout_p, softmax_scale)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -228,12 +214,6 @@ def install() -> None:
     rotary.apply_rotary_emb = _not_here  # type: ignore[attr-defined]
     for module in (package, padding, interface, layers, rotary):
         sys.modules[module.__name__] = module
-
-
-def converted(probabilities: Tensor, seqlen_q: int, seqlen_k: int, *args: Any, **kwargs: Any) -> Tensor:
-    """Stands for the conversion of FlashAttention's debugging output: only padding is to be done."""
-    missing = seqlen_q - probabilities.shape[2], seqlen_k - probabilities.shape[3]
-    return functional.pad(probabilities, (0, missing[1], 0, missing[0]))
 
 
 def normalised(probabilities: Tensor, *args: Any, **kwargs: Any) -> Tensor:
