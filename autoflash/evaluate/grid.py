@@ -224,7 +224,7 @@ def determinism_case(problem: Problem, multiprocessors: int) -> Case:
 
 
 def crowded_case(problem: Problem, multiprocessors: int) -> Case:
-    """Many tiles of a single key block for each multiprocessor: where programs stay, the next tile presses on the last."""
+    """Many tiles of one key block for each multiprocessor: where programs stay, the next tile presses on the last."""
     queries, keys = 1024, 128
     heads = _case(problem, queries, keys).problem.heads
     batch = multiprocessors * _CROWD // (heads * 8) + 1
