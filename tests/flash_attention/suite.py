@@ -168,12 +168,19 @@ class Worker:
 
 
 def outcomes(chosen: list[Case], device: str, jobs: int) -> Iterator[tuple[Case, str | None]]:
-    """Run cases in several processes, in the order in which they end."""
+    """Run cases in several processes, in the order in which they end; what finds no memory beside others goes alone."""
     context = multiprocessing.get_context("spawn")
+    crowded = []
     with ProcessPoolExecutor(jobs, context, Worker.start, (device,)) as pool:
         running = {pool.submit(Worker.run, case): case for case in chosen}
         for future in as_completed(running):
-            yield running[future], future.result()
+            outcome = future.result()
+            if jobs > 1 and outcome is not None and outcome.startswith("OutOfMemoryError"):
+                crowded.append(running[future])
+            else:
+                yield running[future], outcome
+    if crowded:
+        yield from outcomes(crowded, device, 1)
 
 
 def main() -> int:
