@@ -25,6 +25,18 @@ _FEATURES = (
 _HEAD_DIMS = (8, 16, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256)
 
 
+@pytest.mark.parametrize(
+    ("target", "rows", "warps"), [("sm_90", 64, 8), ("sm_80", 32, 8), ("sm_86", 16, 4), ("gfx942", 16, 4)]
+)
+def test_a_backward_of_wide_heads_has_the_largest_default_that_fits(target: str, rows: int, warps: int) -> None:
+    cell = make_cell(op=Pass.BACKWARD, dtype=DType.BF16, head_dim=256)
+
+    default = catalog.search_space(cell, CROSS_TARGETS[target], Family.TRITON).default()
+
+    assert (default.config["BLOCK_M"], default.config["num_warps"]) == (rows, warps)
+    assert cost.most_shared_bytes(default, cell, CROSS_TARGETS[target]) <= CROSS_TARGETS[target].shared_bytes
+
+
 @pytest.mark.parametrize(("op", "dtype"), list(itertools.product(Pass, DType)))
 @pytest.mark.parametrize("target", sorted(CROSS_TARGETS))
 def test_the_default_is_in_the_space_and_fits_every_class_of_shared_memory(target: str, op: Pass, dtype: DType) -> None:
@@ -34,7 +46,11 @@ def test_the_default_is_in_the_space_and_fits_every_class_of_shared_memory(targe
     ]
 
     assert [space.why_not(space.default()) for space in spaces] == [None] * len(spaces)
-    assert max(cost.shared_bytes(space.default(), space.cell) for space in spaces) <= 64 * 1024
+    assert all(
+        cost.shared_bytes(space.default(), space.cell) <= 64 * 1024
+        or (op is Pass.BACKWARD and space.cell.head_dim > 128 and space.why_no_default() is None)
+        for space in spaces
+    )
     assert not any(catalog.has_precondition(space.default()) for space in spaces)
 
 
