@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -231,6 +231,22 @@ def _stages(device: Device) -> tuple[int, ...]:
     return (1, 2) if device.kind is DeviceKind.HIP else (1, 2, 3, 4)
 
 
+def _head_dim_tiles(cell: Cell, applies: Callable[[Mapping[str, Choice]], bool]) -> tuple[Knob, ...]:
+    """The knob of heads in two parts, where they take fewer columns so."""
+    if not cost.gains_from_parts(cell):
+        return ()
+    return (
+        Knob(
+            name="head_dim_tiles",
+            part=Part.STRUCTURE,
+            values=("padded", "split"),
+            default="padded",
+            applies=applies,
+            came_later=True,
+        ),
+    )
+
+
 def _forward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
     hides = _hides_keys(cell)
     structure = Part.STRUCTURE
@@ -239,6 +255,7 @@ def _forward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
     return (
         Knob(name="loop_order", part=structure, values=("query_outer", "key_outer"), default="query_outer"),
         Knob(name="loads", part=structure, values=loads, default="pointer", applies=_query_outer),
+        *_head_dim_tiles(cell, _query_outer),
         Knob(
             name="pv_order",
             part=structure,

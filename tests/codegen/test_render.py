@@ -8,7 +8,7 @@ from autoflash.codegen.environment import environment
 from autoflash.codegen.render import render, source_digest
 from autoflash.errors import RenderError
 from autoflash.problem import Form, Mask, Pass
-from autoflash.variant import Family
+from autoflash.variant import Choices, Family
 from tests.factories import make_cell, make_problem, make_variant
 
 FORM = Form(op=Pass.FORWARD, mask=Mask.CAUSAL)
@@ -86,3 +86,16 @@ def test_template_that_gives_no_python_is_refused(monkeypatch: pytest.MonkeyPatc
 
     with pytest.raises(RenderError, match="no valid Python"):
         render.__wrapped__(FORM, Family.TRITON, STRUCTURE)
+
+
+@pytest.mark.parametrize(
+    ("structure", "reason"),
+    [
+        (STRUCTURE.replace(head_dim_tiles="thirds"), "unknown head_dim_tiles: thirds"),
+        (STRUCTURE.replace(head_dim_tiles="split", loop_order="key_outer"), "has padded head dims"),
+    ],
+    ids=["unknown", "key_outer"],
+)
+def test_heads_in_other_tiles_than_a_template_knows_are_refused(structure: Choices, reason: str) -> None:
+    with pytest.raises(RenderError, match=reason):
+        render(Form(op=Pass.FORWARD, mask=Mask.FULL), Family.TRITON, structure)

@@ -168,3 +168,21 @@ def test_compiling_ahead_spreads_over_tilings() -> None:
     planned = sampler.plan(8)
 
     assert len(planned) == len({variant.config for variant in planned}) == 8
+
+
+def test_variants_without_a_knob_that_came_later_are_learned_from_and_neighbour_those_with_it() -> None:
+    cell = make_cell(head_dim=80)
+    space = search_space(cell, make_device(), Family.TRITON)
+    padded = space.default()
+    split = Variant(
+        family=padded.family, structure=padded.structure.replace(head_dim_tiles="split"), config=padded.config
+    )
+    sampler = Sampler(
+        family=space.family, knobs=space.knobs, scores=dict.fromkeys((padded, split), 0.0), budget=2, seed=0
+    )
+
+    sampler.warm({padded: _correct(padded)})
+
+    assert sampler.outside == 0
+    assert sampler._steps(padded, split) == 1
+    assert _run(sampler, 2) == [split]
