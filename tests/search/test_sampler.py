@@ -171,18 +171,15 @@ def test_compiling_ahead_spreads_over_tilings() -> None:
 
 
 def test_variants_without_a_knob_that_came_later_are_learned_from_and_neighbour_those_with_it() -> None:
-    cell = make_cell(head_dim=80)
-    space = search_space(cell, make_device(), Family.TRITON)
-    padded = space.default()
-    split = Variant(
-        family=padded.family, structure=padded.structure.replace(head_dim_tiles="split"), config=padded.config
-    )
+    late = Knob(name="tiles", part=Part.STRUCTURE, values=("padded", "split"), default="padded", came_later=True)
+    plain = _variant()
+    other = Variant(family=plain.family, structure=plain.structure.replace(tiles="split"), config=plain.config)
     sampler = Sampler(
-        family=space.family, knobs=space.knobs, scores=dict.fromkeys((padded, split), 0.0), budget=2, seed=0
+        family=plain.family, knobs=(*_KNOBS, late), scores=dict.fromkeys((plain, other), 0.0), budget=2, seed=0
     )
 
-    sampler.warm({padded: _correct(padded)})
+    sampler.warm(plain, _correct(plain))
 
     assert sampler.outside == 0
-    assert sampler._steps(padded, split) == 1
-    assert _run(sampler, 2) == [split]
+    assert sampler._steps(plain, other) == 1
+    assert _run(sampler, 1) == [other]
