@@ -16,7 +16,8 @@ class Part(str, Enum):
     CONFIG = "config"
 
 
-def _always(_: Mapping[str, Choice]) -> bool:
+def always(_: Mapping[str, Choice]) -> bool:
+    """A knob that means something whatever else is chosen."""
     return True
 
 
@@ -40,7 +41,7 @@ class Knob:
     part: Part
     values: tuple[Choice, ...]
     default: Choice
-    applies: Callable[[Mapping[str, Choice]], bool] = _always
+    applies: Callable[[Mapping[str, Choice]], bool] = always
     came_later: bool = False
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from autoflash.codegen.environment import environment
 from autoflash.codegen.render import render, source_digest
 from autoflash.errors import RenderError
 from autoflash.problem import Form, Mask, Pass
-from autoflash.variant import Choices, Family
+from autoflash.variant import Family
 from tests.factories import make_cell, make_problem, make_variant
 
 FORM = Form(op=Pass.FORWARD, mask=Mask.CAUSAL)
@@ -89,13 +89,17 @@ def test_template_that_gives_no_python_is_refused(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("structure", "reason"),
+    ("op", "loop_order", "head_dim_tiles", "reason"),
     [
-        (STRUCTURE.replace(head_dim_tiles="thirds"), "unknown head_dim_tiles: thirds"),
-        (STRUCTURE.replace(head_dim_tiles="split", loop_order="key_outer"), "has padded head dims"),
+        (Pass.FORWARD, "query_outer", "thirds", "unknown head_dim_tiles: thirds"),
+        (Pass.FORWARD, "key_outer", "split", "has padded head dims"),
+        *((Pass.BACKWARD, order, "thirds", "unknown head_dim_tiles") for order in ("split", "fused", "key_outer")),
     ],
-    ids=["unknown", "key_outer"],
 )
-def test_heads_in_other_tiles_than_a_template_knows_are_refused(structure: Choices, reason: str) -> None:
+def test_heads_in_other_tiles_than_a_template_knows_are_refused(
+    op: Pass, loop_order: str, head_dim_tiles: str, reason: str
+) -> None:
+    structure = make_variant(op=op).structure.replace(loop_order=loop_order, head_dim_tiles=head_dim_tiles)
+
     with pytest.raises(RenderError, match=reason):
-        render(Form(op=Pass.FORWARD, mask=Mask.FULL), Family.TRITON, structure)
+        render(Form(op=op, mask=Mask.FULL), Family.TRITON, structure)

@@ -316,7 +316,7 @@ def test_cells_of_other_features_do_not_share_a_space() -> None:
     assert set(one) != set(other)
 
 
-@pytest.mark.parametrize("op", [Pass.FORWARD])
+@pytest.mark.parametrize("op", list(Pass))
 def test_heads_are_split_where_two_tiles_have_fewer_columns_than_one(op: Pass) -> None:
     def offered(head_dim: int, head_dim_v: int) -> bool:
         cell = make_cell(op=op, head_dim=head_dim, head_dim_v=head_dim_v)
@@ -327,7 +327,7 @@ def test_heads_are_split_where_two_tiles_have_fewer_columns_than_one(op: Pass) -
     assert not offered(192, 128)
 
 
-@pytest.mark.parametrize("op", [Pass.FORWARD])
+@pytest.mark.parametrize("op", list(Pass))
 def test_padded_heads_have_the_variants_that_they_had_before_there_was_a_choice(op: Pass) -> None:
     def variants(head_dim: int) -> set[Variant]:
         return set(catalog.search_space(make_cell(op=op, head_dim=head_dim), _H200, Family.TRITON).variants())
