@@ -214,12 +214,28 @@ FEATURES: dict[str, dict[str, object]] = {
     ],
 )
 def test_kernels_with_features_compile_and_fit(arch: str, loop_order: str, loads: str, features: str) -> None:
+    assert_compiles_with(features, 64, make_variant(loop_order, loads, tiles=(32, 64, 64, 32)), arch)
+
+
+@pytest.mark.parametrize(
+    ("arch", "loop_order", "loads", "features"),
+    [
+        ("sm_80", "key_outer", "pointer", "varlen softcap window dropout"),
+        ("sm_90", "fused", "tma", "softcap float_mask window dropout"),
+        ("gfx942", "split", "pointer", "softcap bool_mask window"),
+    ],
+)
+def test_vectors_in_two_tiles_compile_with_features(arch: str, loop_order: str, loads: str, features: str) -> None:
+    assert_compiles_with(features, 80, make_variant(loop_order, loads, tiles=(32, 64, 64, 32), splits_heads=True), arch)
+
+
+def assert_compiles_with(features: str, head_dim: int, variant: Variant, arch: str) -> None:
     from autoflash.runtime.compile import compile_variant
 
     sizes = {name: value for feature in features.split() for name, value in FEATURES[feature].items()}
-    problem = _regular(64, Mask.CAUSAL, kv_heads=4).replace(**sizes)
+    problem = _regular(head_dim, Mask.CAUSAL, kv_heads=4).replace(**sizes)
     assert {feature.value for feature in problem.features} == set(features.split())
-    outcome = compile_variant(problem, make_variant(loop_order, loads, tiles=(32, 64, 64, 32)), make_device(arch))
+    outcome = compile_variant(problem, variant, make_device(arch))
     assert outcome.status is Status.CORRECT, outcome.detail
 
 
