@@ -50,6 +50,9 @@ _STRUCTURES: dict[tuple[Family, Pass], Choices] = {
     (Family.VENDOR, Pass.BACKWARD): Choices(backend="cudnn"),
 }
 
+# Structure knobs whose default is spelled by leaving them out.
+_UNSPOKEN = {Family.TRITON: {"head_dim_tiles"}}
+
 _CONFIGS: dict[tuple[Family, Pass], Choices] = {
     (Family.TRITON, Pass.FORWARD): Choices(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
     (Family.TRITON, Pass.BACKWARD): Choices(
@@ -184,12 +187,13 @@ def make_variant(
     """A variant that sets all knobs of its family; ``changes`` override knobs in whichever half holds them."""
     structure = structure if structure is not None else _STRUCTURES[family, op]
     config = config if config is not None else _CONFIGS[family, op]
-    unknown = sorted(set(changes) - set(structure) - set(config))
+    structural = set(structure) | _UNSPOKEN.get(family, set())
+    unknown = sorted(set(changes) - structural - set(config))
     if unknown:
         raise ValueError(f"{family.value} has no knob {unknown}")
     return Variant(
         family=family,
-        structure=structure.replace(**{name: value for name, value in changes.items() if name in structure}),
+        structure=structure.replace(**{name: value for name, value in changes.items() if name in structural}),
         config=config.replace(**{name: value for name, value in changes.items() if name in config}),
     )
 

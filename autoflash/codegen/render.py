@@ -16,6 +16,9 @@ from autoflash.errors import RenderError
 from autoflash.problem import Form, Mask
 from autoflash.variant import Choices, Family
 
+# A knob that only some head dims have is set for one of them; the text is the same for all.
+_SPLIT_HEAD_DIM = 80
+
 _FOLDERS = {Family.TRITON: "triton", Family.GLUON_SM90: "gluon_sm90", Family.TORCH_TILED: "torch"}
 
 
@@ -101,6 +104,7 @@ def _command(form: Form, family: Family, structure: Choices) -> str:
     words = ["autoflash render", f"--pass {form.op.value}", f"--family {family.value}"]
     words += ["--causal"] if form.mask is Mask.CAUSAL else []
     words += [f"--feature {feature.value}" for feature in form.features]
+    words += [f"--head-dim {_SPLIT_HEAD_DIM}"] if "head_dim_tiles" in structure else []
     return " ".join([*words, *(f"--set {setting}" for setting in str(structure).split())])
 
 

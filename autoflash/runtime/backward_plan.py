@@ -8,8 +8,17 @@ from dataclasses import dataclass
 from autoflash.problem import Problem
 from autoflash.runtime import backward_features
 from autoflash.runtime.launch import Constant, KernelPlan, Layout, Number, NumberArgument, TensorArgument
-from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, block_dim, descriptor_layout, slots
-from autoflash.variant import Variant
+from autoflash.runtime.layouts import (
+    ALIGNMENT_BYTES,
+    Operand,
+    block_dim,
+    column_blocks,
+    descriptor_layout,
+    slots,
+    splits_heads,
+    width_constants,
+)
+from autoflash.variant import Choices, Variant
 
 _PLAIN_TENSORS = ("q", "k", "v", "out", "lse", "dout", "dlse", "log2_sum", "delta", "acc", "dq", "dk", "dv")
 TENSORS = (*_PLAIN_TENSORS, "mask", "rng", "cu_q", "cu_k")
@@ -41,11 +50,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Use:
-    """A tensor as a parameter of a kernel: a descriptor of so many rows, or a pointer (rows 0) with its strides."""
+    """A tensor as a parameter of a kernel: a descriptor of so many rows, or a pointer (rows 0) with its strides.
+
+    Of a tensor whose vectors are held in two tiles, ``part`` says which the descriptor is for.
+    """
 
     tensor: str
     parameter: str
     rows: int = 0
+    part: int = 0
 
 
 def padded_rows(problem: Problem, variant: Variant) -> int:
@@ -125,12 +138,8 @@ class _Planner:
         self._is_key_outer = variant.structure.text("loop_order") == "key_outer"
         self._padded_q = padded_rows(problem, variant)
         self._stream_rows = _stream_rows(problem)
-        self._widths: dict[str, Constant] = {
-            "HEAD_DIM": problem.head_dim,
-            "HEAD_DIM_V": problem.head_dim_v,
-            "BLOCK_D": block_dim(problem.head_dim),
-            "BLOCK_DV": block_dim(problem.head_dim_v),
-        }
+        # The kernels before and after hold vectors in one tile, whatever the others do.
+        self._widths = width_constants(problem, Choices())
         padding = _padding(problem, variant)
         self._features = backward_features.feature_arguments(problem, scale, operands.get("mask"), padding)
         self._packing = backward_features.packed_arguments(problem, padding)
@@ -138,7 +147,7 @@ class _Planner:
         even_m = fills and all(problem.seqlen_q % self._config.number(name) == 0 for name in _row_knobs(variant))
         even_n = fills and all(problem.seqlen_k % self._config.number(name) == 0 for name in _key_knobs(variant))
         self._shared_constants: dict[str, Constant] = {
-            **self._widths,
+            **width_constants(problem, self._structure),
             **dict(self._features.constants),
             "GROUP": problem.group,
             "EVEN_M": even_m,
@@ -200,7 +209,7 @@ class _Planner:
         rows, block_n = self._config.number("BLOCK_M2"), self._config.number("BLOCK_N2")
         return self._step(
             "backward_queries",
-            [*self._inputs(rows, block_n), self._use("dq", rows), *self._row_inputs(), *self._feature_inputs()],
+            [*self._inputs(rows, block_n), *self._uses("dq", rows), *self._row_inputs(), *self._feature_inputs()],
             self._shared_numbers,
             self._shared_constants | self._tile("2") | {"STAGES2": self._config.number("num_stages2")},
             self._problem.tensor_batch * self._problem.heads * self._tiles(self._problem.rows_q, rows),
@@ -222,7 +231,7 @@ class _Planner:
         }
         return self._step(
             "backward_fused",
-            [*uses, self._use("dq", rows2), *self._row_inputs(), *self._feature_inputs()],
+            [*uses, *self._uses("dq", rows2), *self._row_inputs(), *self._feature_inputs()],
             [(NumberArgument(name="batches"), problem.tensor_batch), *self._shared_numbers],
             self._shared_constants | self._tile("") | self._tile("2") | stages,
             problem.tensor_batch * problem.kv_heads * tiles,
@@ -241,7 +250,11 @@ class _Planner:
                 (NumberArgument(name="heads"), problem.heads),
                 (NumberArgument(name="n_q"), problem.rows_q),
             ],
-            {"HEAD_DIM": self._widths["HEAD_DIM"], "BLOCK_D": self._widths["BLOCK_D"], "ROWS": self._stream_rows},
+            {
+                "HEAD_DIM": self._widths["HEAD_DIM"],
+                "BLOCK_D": self._widths["BLOCK_D"],
+                "ROWS": self._stream_rows,
+            },
             problem.tensor_batch * problem.heads * -(-problem.rows_q // self._stream_rows),
             _STREAM_WARPS,
             1,
@@ -253,17 +266,20 @@ class _Planner:
     def _tile(self, which: str) -> dict[str, Constant]:
         return {name + which: self._config.number(name + which) for name in ("BLOCK_M", "BLOCK_N")}
 
-    def _use(self, tensor: str, rows: int, suffix: str = "") -> _Use:
-        if self._uses_tma:
-            return _Use(tensor=tensor, parameter=tensor + suffix, rows=rows)
-        return _Use(tensor=tensor, parameter=f"{tensor}_ptr")
+    def _uses(self, tensor: str, rows: int, suffix: str = "") -> list[_Use]:
+        if not self._uses_tma:
+            return [_Use(tensor=tensor, parameter=f"{tensor}_ptr")]
+        whole = _Use(tensor=tensor, parameter=tensor + suffix, rows=rows)
+        if not splits_heads(self._structure):
+            return [whole]
+        return [whole, _Use(tensor=tensor, parameter=f"{tensor}{suffix}_rest", rows=rows, part=1)]
 
     def _inputs(self, rows: int, block_n: int, suffix: str = "") -> list[_Use]:
         sides = {"q": rows, "k": block_n, "v": block_n, "dout": rows}
-        return [self._use(tensor, side, suffix) for tensor, side in sides.items()]
+        return [use for tensor, side in sides.items() for use in self._uses(tensor, side, suffix)]
 
     def _key_outputs(self, block_n: int) -> list[_Use]:
-        return [self._use("dk", block_n), self._use("dv", block_n)]
+        return [*self._uses("dk", block_n), *self._uses("dv", block_n)]
 
     def _row_inputs(self) -> list[_Use]:
         return [_Use(tensor=name, parameter=f"{name}_ptr") for name in ("log2_sum", "delta")]
@@ -301,8 +317,8 @@ class _Planner:
                 continue
             dtype = self._problem.dtype.value
             if use.rows:
-                width = self._widths["BLOCK_DV" if use.tensor in ("v", "dout", "dv") else "BLOCK_D"]
-                tensors.append(TensorArgument(name=use.parameter, dtype=dtype, block=(1, 1, use.rows, int(width))))
+                width = column_blocks(operand.shape[3], self._structure)[use.part]
+                tensors.append(TensorArgument(name=use.parameter, dtype=dtype, block=(1, 1, use.rows, width)))
                 layouts.append(descriptor_layout(operand.shape, operand.strides, item_bytes))
                 continue
             tensors.append(TensorArgument(name=use.parameter, dtype=dtype, aligned=operand.is_dense))

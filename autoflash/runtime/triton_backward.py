@@ -17,7 +17,7 @@ from autoflash.runtime.backward_plan import Step, backward_steps, padded_rows
 from autoflash.runtime.compiled import CompiledExecutable
 from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras
 from autoflash.runtime.launch import KernelPlan, Launch
-from autoflash.runtime.layouts import ALIGNMENT_BYTES, TORCH_TYPES, Operand, strides_in_order_of
+from autoflash.runtime.layouts import ALIGNMENT_BYTES, TORCH_TYPES, Operand, strides_in_order_of, why_not_split
 from autoflash.runtime.trivial import empty_backward
 from autoflash.variant import Variant
 
@@ -73,6 +73,8 @@ class TritonBackward(CompiledExecutable):
         """The precondition that these tensors (q, k, v, dout) miss; None if it can run them."""
         if problem.deterministic and self._is_key_outer:
             return "loop_order=key_outer adds to dq in any order: it is not deterministic"
+        if (reason := why_not_split(problem, self._variant.structure)) is not None:
+            return reason
         if problem.is_empty:
             return None
         shapes = _shapes(problem)

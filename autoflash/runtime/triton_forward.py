@@ -20,17 +20,23 @@ from autoflash.runtime.layouts import (
     TORCH_TYPES,
     MaskOperand,
     Operand,
-    block_dim,
+    column_blocks,
     descriptor_layout,
     reach,
     slots,
+    splits_heads,
     strides_in_order_of,
+    why_not_split,
+    width_constants,
 )
 from autoflash.runtime.trivial import empty_forward
 from autoflash.variant import Variant
 
 _LOG2_E = math.log2(math.e)
 _TENSORS = ("q", "k", "v", "out")
+_ROWS = ("BLOCK_M", "BLOCK_N", "BLOCK_N", "BLOCK_M")
+# Vectors in two tiles have a descriptor for each.
+_PARTS = ("", "_rest")
 
 _Operands = tuple[Operand, Operand, Operand, Operand]
 
@@ -57,11 +63,12 @@ def forward_plan(
     constants = _constants(problem, variant, scale_sign)
     dtype = problem.dtype.value
     if variant.structure.text("loads") == "tma":
-        rows = [constants["BLOCK_M"], constants["BLOCK_N"], constants["BLOCK_N"], constants["BLOCK_M"]]
-        columns = [constants["BLOCK_D"], constants["BLOCK_D"], constants["BLOCK_DV"], constants["BLOCK_DV"]]
+        widths = (problem.head_dim, problem.head_dim, problem.head_dim_v, problem.head_dim_v)
+        blocks = [column_blocks(width, variant.structure) for width in widths]
         tensors = [
-            TensorArgument(name=f"{name}_desc", dtype=dtype, block=(1, 1, int(row), int(column)))
-            for name, row, column in zip(_TENSORS, rows, columns, strict=True)
+            TensorArgument(name=f"{name}{part}_desc", dtype=dtype, block=(1, 1, int(constants[rows]), columns[index]))
+            for index, part in enumerate(_PARTS[: len(blocks[0])])
+            for name, rows, columns in zip(_TENSORS, _ROWS, blocks, strict=True)
         ]
         strides = []
     else:
@@ -99,12 +106,9 @@ def _constants(problem: Problem, variant: Variant, scale_sign: int) -> dict[str,
     even_m = not problem.is_varlen and problem.seqlen_q % block_m == 0
     even_n = not problem.is_varlen and problem.seqlen_k % block_n == 0
     constants: dict[str, launch.Constant] = {
-        "HEAD_DIM": problem.head_dim,
-        "HEAD_DIM_V": problem.head_dim_v,
+        **width_constants(problem, variant.structure),
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
-        "BLOCK_D": block_dim(problem.head_dim),
-        "BLOCK_DV": block_dim(problem.head_dim_v),
         "EVEN_M": even_m,
         "EVEN_N": even_n,
         "HAS_MASK": problem.causal or problem.has_window or not even_n,
@@ -170,6 +174,7 @@ class TritonForward(CompiledExecutable):
         """
         super().__init__(form, variant, device)
         self._uses_tma = variant.structure.text("loads") == "tma"
+        self._splits_descriptors = self._uses_tma and splits_heads(variant.structure)
         self._is_key_outer = variant.structure.text("loop_order") == "key_outer"
         self._block_m = variant.config.number("BLOCK_M")
 
@@ -177,6 +182,8 @@ class TritonForward(CompiledExecutable):
         """The precondition that these tensors (q, k, v) miss; None if it can run them."""
         if self._programs(problem) > launch.MAX_PROGRAMS:
             return f"{self._programs(problem)} tiles of queries are more than one launch has"
+        if (reason := why_not_split(problem, self._variant.structure)) is not None:
+            return reason
         if not self._uses_tma or problem.is_empty:
             return None
         if not self._device.has_tma and not launch.is_interpreted():
@@ -223,6 +230,8 @@ class TritonForward(CompiledExecutable):
 
     def _prepare(self, problem: Problem, operands: _Operands, mask: MaskOperand | None, scale: float) -> ForwardCall:
         run = self._bind(problem, operands, mask, scale)
+        if self._splits_descriptors:
+            run = _described_twice(run)
         planned = operands[3]
         shape, strides, dtype = planned.shape, planned.strides, TORCH_TYPES[problem.dtype]
         is_like_q = (shape, strides) == (operands[0].shape, operands[0].strides)
@@ -278,7 +287,10 @@ class TritonForward(CompiledExecutable):
         numbers: list[Number] = []
         for index, operand in enumerate(operands):
             if self._uses_tma:
-                layouts[index] = descriptor_layout(operand.shape, operand.strides, problem.dtype.itemsize)
+                layout = descriptor_layout(operand.shape, operand.strides, problem.dtype.itemsize)
+                layouts[index] = layout
+                if self._splits_descriptors:
+                    layouts[len(operands) + index] = layout
             else:
                 first, last = 1 if problem.is_varlen else 0, 3 if _are_dense(operands) else 4
                 numbers += operand.kernel_strides()[first:last]
@@ -302,6 +314,15 @@ class TritonForward(CompiledExecutable):
         if problem.is_varlen:
             return problem.heads * slots(problem.rows_q, problem.batch, self._block_m)
         return problem.batch * problem.heads * -(-problem.seqlen_q // self._block_m)
+
+
+def _described_twice(run: Launch) -> Launch:
+    """The launch of a kernel with a descriptor for each of two parts of a tensor, given every tensor once."""
+
+    def launch(*tensors: Tensor) -> None:
+        run(*tensors[: len(_TENSORS)], *tensors)
+
+    return launch
 
 
 def _are_dense(operands: _Operands) -> bool:

@@ -245,7 +245,7 @@ class Sampler:
         place = self._places.get(variant)
         if place is None:
             flat = {**variant.structure, **variant.config}
-            place = self._places[variant] = tuple(flat.get(knob.name) for knob in self._knobs)
+            place = self._places[variant] = tuple(knob.of(flat) for knob in self._knobs)
         return place
 
     def _suggested(self) -> Variant | None:
@@ -284,7 +284,7 @@ class Sampler:
         for knob in self._knobs:
             if len(knob.values) == 1 or not knob.applies(flat):
                 continue
-            params[knob.name] = flat[knob.name]
+            params[knob.name] = knob.of(flat)
             distributions[knob.name] = CategoricalDistribution(knob.values)
         return params, distributions
 

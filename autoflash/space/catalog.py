@@ -10,7 +10,7 @@ from functools import lru_cache
 from autoflash.device import Device, DeviceKind
 from autoflash.problem import Cell, DType, Feature, Mask, Parallelism, Pass
 from autoflash.space import constraint, cost, hopper
-from autoflash.space.knob import Knob, Part, split
+from autoflash.space.knob import Knob, Part, always, split
 from autoflash.variant import Choice, Choices, Family, Variant
 
 # 60 KiB fits every class of shared memory per block: 64 KiB (CDNA 3), 99 KiB (sm_86, sm_89, sm_120), 163 KiB
@@ -251,6 +251,20 @@ def _stages(device: Device) -> tuple[int, ...]:
     return (1, 2) if device.kind is DeviceKind.HIP else (1, 2, 3, 4)
 
 
+def _head_dim_tiles(cell: Cell) -> tuple[Knob, ...]:
+    """The knob of vectors in two tiles, where they take fewer columns so."""
+    knob = Knob(
+        name="head_dim_tiles",
+        part=Part.STRUCTURE,
+        values=("padded", "split"),
+        default="padded",
+        # A forward with keys outside is there for comparison.
+        applies=_query_outer if cell.op is Pass.FORWARD else always,
+        came_later=True,
+    )
+    return (knob,) if cost.gains_from_parts(cell) else ()
+
+
 def _forward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
     hides = _hides_keys(cell)
     structure = Part.STRUCTURE
@@ -259,6 +273,7 @@ def _forward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
     return (
         Knob(name="loop_order", part=structure, values=("query_outer", "key_outer"), default="query_outer"),
         Knob(name="loads", part=structure, values=loads, default="pointer", applies=_query_outer),
+        *_head_dim_tiles(cell),
         Knob(
             name="pv_order",
             part=structure,
@@ -302,6 +317,7 @@ def _backward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
     return (
         Knob(name="loop_order", part=structure, values=("key_outer", "split", "fused"), default="split"),
         Knob(name="loads", part=structure, values=loads, default="pointer"),
+        *_head_dim_tiles(cell),
         Knob(
             name="mask_loops",
             part=structure,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import shlex
 from collections.abc import Callable
 from typing import Any
 
@@ -85,3 +86,17 @@ def test_vendor_kernels_have_no_source(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["render", "--device", "cpu", "--family", "vendor", "--set", "backend=math"]) == 1
 
     assert "no source" in capsys.readouterr().err
+
+
+def test_the_command_in_the_header_of_a_kernel_for_split_heads_prints_that_kernel(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--device", "sm_90", "--family", "triton", "--head-dim", "160", "--set", "head_dim_tiles=split"]
+    assert main(["render", *arguments]) == 0
+    text = capsys.readouterr().out
+    line = next(line for line in text.splitlines() if line.startswith("# Regenerate: "))
+
+    assert main([*shlex.split(line.partition("autoflash ")[2]), "--device", "sm_90"]) == 0
+
+    assert "head_dim_tiles=split" in line
+    assert capsys.readouterr().out == text

@@ -26,9 +26,13 @@ COMBINATIONS = tuple(
 """Features that are asked for together: each alone, and as many as go together."""
 
 
-def structures(family: Family, form: Form) -> list[Choices]:
+SPLIT_HEAD_DIM = 80
+"""A head dimension that takes fewer columns in two tiles than in one."""
+
+
+def structures(family: Family, form: Form, head_dim: int = 64) -> list[Choices]:
     """All structures of a family for a form, in a fixed order, each once."""
-    cell = make_cell(op=form.op, mask=form.mask, features=form.features)
+    cell = make_cell(op=form.op, mask=form.mask, features=form.features, head_dim=head_dim)
     space = search_space(cell, make_device(FAMILIES[family]), family)
     knobs = [knob for knob in space.knobs if knob.part is Part.STRUCTURE]
     chosen = (
@@ -36,6 +40,11 @@ def structures(family: Family, form: Form) -> list[Choices]:
         for values in itertools.product(*(knob.values for knob in knobs))
     )
     return list(dict.fromkeys(variant.structure for variant in chosen if why_unable(variant, cell) is None))
+
+
+def split_structures(family: Family, form: Form) -> list[Choices]:
+    """Those that only some head dimensions have."""
+    return [one for one in structures(family, form, SPLIT_HEAD_DIM) if one.get("head_dim_tiles") == "split"]
 
 
 def spread(all_of_them: list[Choices]) -> list[Choices]:
@@ -51,11 +60,11 @@ def spread(all_of_them: list[Choices]) -> list[Choices]:
 
 
 def cases() -> Iterator[tuple[Form, Family, Choices]]:
-    """Every family and structure in both masks; a spread of the structures with features."""
+    """Every family and structure in both masks; a spread of the structures with features and of heads in two parts."""
     for family in FAMILIES:
         for op, mask in itertools.product(Pass, Mask):
             form = Form(op=op, mask=mask)
-            for structure in structures(family, form):
+            for structure in structures(family, form) + spread(split_structures(family, form)):
                 yield form, family, structure
         for op, (number, features) in itertools.product(Pass, enumerate(COMBINATIONS)):
             if family not in families(op, make_device(FAMILIES[family]), features):
@@ -63,5 +72,5 @@ def cases() -> Iterator[tuple[Form, Family, Choices]]:
             # Packed sequences have an order of tiles for each mask; masks take turns over the other features.
             for mask in Mask if features == (Feature.VARLEN,) else [list(Mask)[number % 2]]:
                 form = Form(op=op, mask=mask, features=features)
-                for structure in spread(structures(family, form)):
+                for structure in spread(structures(family, form)) + spread(split_structures(family, form)):
                     yield form, family, structure

@@ -86,3 +86,20 @@ def test_template_that_gives_no_python_is_refused(monkeypatch: pytest.MonkeyPatc
 
     with pytest.raises(RenderError, match="no valid Python"):
         render.__wrapped__(FORM, Family.TRITON, STRUCTURE)
+
+
+@pytest.mark.parametrize(
+    ("op", "loop_order", "head_dim_tiles", "reason"),
+    [
+        (Pass.FORWARD, "query_outer", "thirds", "unknown head_dim_tiles: thirds"),
+        (Pass.FORWARD, "key_outer", "split", "has padded head dims"),
+        *((Pass.BACKWARD, order, "thirds", "unknown head_dim_tiles") for order in ("split", "fused", "key_outer")),
+    ],
+)
+def test_heads_in_other_tiles_than_a_template_knows_are_refused(
+    op: Pass, loop_order: str, head_dim_tiles: str, reason: str
+) -> None:
+    structure = make_variant(op=op).structure.replace(loop_order=loop_order, head_dim_tiles=head_dim_tiles)
+
+    with pytest.raises(RenderError, match=reason):
+        render(Form(op=op, mask=Mask.FULL), Family.TRITON, structure)

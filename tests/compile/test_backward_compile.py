@@ -163,6 +163,32 @@ def test_every_kernel_compiles_for_other_architectures_and_fits(arch: str, loop_
     assert 0 < outcome.resources.shared_bytes <= make_device(arch).shared_bytes
 
 
+@pytest.mark.parametrize("loop_order", ["split", "key_outer", "fused"])
+@pytest.mark.parametrize(("arch", "loads"), [("sm_80", "pointer"), ("sm_90", "tma"), ("gfx942", "pointer")])
+def test_vectors_in_two_tiles_take_no_more_than_padded_ones(arch: str, loads: str, loop_order: str) -> None:
+    from autoflash.runtime.compile import compile_variant
+
+    problem = _regular(80, Mask.CAUSAL, seqlen_q=1000)
+    padded, split = (
+        make_variant(loop_order, loads, tiles=(32, 64, 64, 32), splits_heads=splits) for splits in (False, True)
+    )
+    before, after = (compile_variant(problem, variant, make_device(arch)).resources for variant in (padded, split))
+    assert before is not None
+    assert after is not None
+    assert after.shared_bytes <= 0.75 * before.shared_bytes
+    if IS_COUNTED_RELEASE:
+        assert after.registers <= before.registers
+        assert after.spill_bytes <= before.spill_bytes
+
+
+def test_vectors_in_two_tiles_leave_the_matrix_products_asynchronous() -> None:
+    variant = make_variant("fused", "tma", tiles=(64, 64, 64, 64), splits_heads=True)
+    compiled = _compiled(_regular(80, Mask.CAUSAL), variant, "backward_fused")
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert "mma.sync" not in compiled.asm["ptx"]
+    assert "C75" not in assembler_says(compiled.asm["ptx"])
+
+
 FEATURES: dict[str, dict[str, object]] = {
     "window": {"window_left": 128, "window_right": 5},
     "softcap": {"softcap": 30.0},
@@ -188,12 +214,28 @@ FEATURES: dict[str, dict[str, object]] = {
     ],
 )
 def test_kernels_with_features_compile_and_fit(arch: str, loop_order: str, loads: str, features: str) -> None:
+    assert_compiles_with(features, 64, make_variant(loop_order, loads, tiles=(32, 64, 64, 32)), arch)
+
+
+@pytest.mark.parametrize(
+    ("arch", "loop_order", "loads", "features"),
+    [
+        ("sm_80", "key_outer", "pointer", "varlen softcap window dropout"),
+        ("sm_90", "fused", "tma", "softcap float_mask window dropout"),
+        ("gfx942", "split", "pointer", "softcap bool_mask window"),
+    ],
+)
+def test_vectors_in_two_tiles_compile_with_features(arch: str, loop_order: str, loads: str, features: str) -> None:
+    assert_compiles_with(features, 80, make_variant(loop_order, loads, tiles=(32, 64, 64, 32), splits_heads=True), arch)
+
+
+def assert_compiles_with(features: str, head_dim: int, variant: Variant, arch: str) -> None:
     from autoflash.runtime.compile import compile_variant
 
     sizes = {name: value for feature in features.split() for name, value in FEATURES[feature].items()}
-    problem = _regular(64, Mask.CAUSAL, kv_heads=4).replace(**sizes)
+    problem = _regular(head_dim, Mask.CAUSAL, kv_heads=4).replace(**sizes)
     assert {feature.value for feature in problem.features} == set(features.split())
-    outcome = compile_variant(problem, make_variant(loop_order, loads, tiles=(32, 64, 64, 32)), make_device(arch))
+    outcome = compile_variant(problem, variant, make_device(arch))
     assert outcome.status is Status.CORRECT, outcome.detail
 
 

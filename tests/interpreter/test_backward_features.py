@@ -76,7 +76,7 @@ def _mask(features: list[str], shape: tuple[int, int, int, int], dtype: torch.dt
     return mask.expand(shape)
 
 
-def _featured(combination: str, mask: Mask, **sizes: object) -> tuple[Problem, Extras]:
+def featured(combination: str, mask: Mask, **sizes: object) -> tuple[Problem, Extras]:
     features = combination.split()
     rng = dropout_rng() if "dropout" in features else None
     sizes = {"heads": 2, "kv_heads": 1, "head_dim": 24, "head_dim_v": 16, "mask": mask, "dtype": DType.FP32} | sizes
@@ -104,14 +104,14 @@ def _variant(loop_order: str, mask: Mask) -> Variant:
 @pytest.mark.parametrize("loop_order", LOOP_ORDERS)
 def test_features_match_the_specification(loop_order: str, combination: str) -> None:
     mask = list(Mask)[(LOOP_ORDERS.index(loop_order) + COMBINATIONS.index(combination)) % 2]
-    problem, extras = _featured(combination, mask)
+    problem, extras = featured(combination, mask)
     inputs = make_inputs(problem, extras=extras)
     assert_gradients(run(_variant(loop_order, mask), problem, inputs, CPU), problem, inputs)
 
 
 @pytest.mark.parametrize(("combination", "loop_order"), list(zip(COMBINATIONS[:5], itertools.cycle(LOOP_ORDERS))))
 def test_features_are_read_beside_descriptors(combination: str, loop_order: str) -> None:
-    problem, extras = _featured(combination, Mask.CAUSAL)
+    problem, extras = featured(combination, Mask.CAUSAL)
     inputs = make_inputs(problem, extras=extras)
     variant = make_variant(loop_order, "tma", tiles=(32, 16, 16, 32))
     assert_gradients(run(variant, problem, inputs, CPU), problem, inputs)
@@ -126,7 +126,7 @@ def test_features_are_read_beside_descriptors(combination: str, loop_order: str)
     ],
 )
 def test_features_pass_the_gate(combination: str, loop_order: str, dtype: DType) -> None:
-    problem, _ = _featured(combination, Mask.CAUSAL, dtype=dtype, head_dim=16)
+    problem, _ = featured(combination, Mask.CAUSAL, dtype=dtype, head_dim=16)
     executable = TritonBackward(Form.of(problem), make_variant(loop_order, tiles=(32, 32, 32, 32)), CPU)
     verification = verify(executable, problem, Level.SCREEN, device=CPU)
     assert verification.passed, verification.detail
@@ -187,7 +187,7 @@ def test_tiles_outside_the_window_are_not_computed(loop_order: str) -> None:
 
 @pytest.mark.parametrize("features", ["", "softcap", "float_mask"])
 def test_a_negative_scale_matches_the_specification(features: str) -> None:
-    problem, extras = _featured(features, Mask.CAUSAL)
+    problem, extras = featured(features, Mask.CAUSAL)
     inputs = make_inputs(problem, scale=-0.3, extras=extras)
     got = run(make_variant("split", tiles=(32, 16, 16, 32)), problem, inputs, CPU, scale=-0.3)
     assert_gradients(got, problem, inputs, scale=-0.3)
@@ -197,7 +197,7 @@ def test_a_negative_scale_matches_the_specification(features: str) -> None:
     ("loop_order", "combination"), [("split", "softcap float_mask window dropout"), ("fused", "varlen")]
 )
 def test_what_is_deterministic_gives_the_same_bits_again(loop_order: str, combination: str) -> None:
-    problem, extras = _featured(combination, Mask.CAUSAL)
+    problem, extras = featured(combination, Mask.CAUSAL)
     inputs = make_inputs(problem, extras=extras)
     problem = problem.replace(deterministic=True)
     variant = make_variant(loop_order, tiles=(16, 16, 16, 16))
@@ -205,7 +205,7 @@ def test_what_is_deterministic_gives_the_same_bits_again(loop_order: str, combin
 
 
 def test_dropped_pairs_are_the_same_for_all_tiles_and_loop_orders() -> None:
-    problem, extras = _featured("dropout", Mask.FULL, dtype=DType.FP32)
+    problem, extras = featured("dropout", Mask.FULL, dtype=DType.FP32)
     inputs = make_inputs(problem, extras=extras)
     for loop_order, tiles in zip(LOOP_ORDERS, ((16, 64, 64, 16), (64, 16, 16, 64), (32, 64, 0, 0)), strict=True):
         assert_gradients(run(make_variant(loop_order, tiles=tiles), problem, inputs, CPU), problem, inputs)
@@ -245,7 +245,7 @@ def test_rows_of_hugely_negative_masks_count_as_rows_without_keys(loop_order: st
 
 @pytest.mark.parametrize("loop_order", LOOP_ORDERS)
 def test_rows_behind_the_last_sequence_get_zeros_whatever_was_there(loop_order: str) -> None:
-    problem, extras = _featured("varlen", Mask.CAUSAL)
+    problem, extras = featured("varlen", Mask.CAUSAL)
     inputs = make_inputs(problem, extras=extras)
     given = {f"d{name}": torch.full_like(getattr(inputs, name), math.nan) for name in ("q", "k", "v")}
     run(make_variant(loop_order), problem, inputs, CPU, **given)

@@ -168,3 +168,18 @@ def test_compiling_ahead_spreads_over_tilings() -> None:
     planned = sampler.plan(8)
 
     assert len(planned) == len({variant.config for variant in planned}) == 8
+
+
+def test_variants_without_a_knob_that_came_later_are_learned_from_and_neighbour_those_with_it() -> None:
+    late = Knob(name="tiles", part=Part.STRUCTURE, values=("padded", "split"), default="padded", came_later=True)
+    plain = _variant()
+    other = Variant(family=plain.family, structure=plain.structure.replace(tiles="split"), config=plain.config)
+    sampler = Sampler(
+        family=plain.family, knobs=(*_KNOBS, late), scores=dict.fromkeys((plain, other), 0.0), budget=2, seed=0
+    )
+
+    sampler.warm(plain, _correct(plain))
+
+    assert sampler.outside == 0
+    assert sampler._steps(plain, other) == 1
+    assert _run(sampler, 1) == [other]

@@ -330,3 +330,48 @@ def test_cells_of_other_features_do_not_share_a_space() -> None:
     )
 
     assert set(one) != set(other)
+
+
+@pytest.mark.parametrize("op", list(Pass))
+def test_heads_are_split_where_two_tiles_have_fewer_columns_than_one(op: Pass) -> None:
+    def offered(head_dim: int, head_dim_v: int) -> bool:
+        cell = make_cell(op=op, head_dim=head_dim, head_dim_v=head_dim_v)
+        return "head_dim_tiles" in {knob.name for knob in catalog.search_space(cell, _H200, Family.TRITON).knobs}
+
+    assert [dim for dim in range(1, 257) if offered(dim, dim)] == [*range(33, 49), *range(65, 97), *range(129, 193)]
+    assert offered(80, 40)
+    assert not offered(192, 128)
+
+
+@pytest.mark.parametrize("op", list(Pass))
+def test_padded_heads_have_the_variants_that_they_had_before_there_was_a_choice(op: Pass) -> None:
+    def variants(head_dim: int) -> set[Variant]:
+        return set(catalog.search_space(make_cell(op=op, head_dim=head_dim), _H200, Family.TRITON).variants())
+
+    padded = {variant for variant in variants(80) if "head_dim_tiles" not in variant.structure}
+    split = variants(80) - padded
+
+    assert padded == variants(128)
+    assert {variant.structure["head_dim_tiles"] for variant in split} == {"split"}
+    assert len(split) > len(padded) / 2
+
+
+def test_split_heads_take_the_memory_of_their_columns_and_rank_above_padded_ones() -> None:
+    cell = make_cell(head_dim=80)
+    space = catalog.search_space(cell, _H200, Family.TRITON)
+    padded = space.default()
+    split = space.variant({**padded.structure, **padded.config, "head_dim_tiles": "split"})
+
+    # What Triton 3.6 takes for a kernel with these tiles, loaded by pointer.
+    at_64 = {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2}
+    assert cost.shared_bytes(space.variant({**at_64}), cell) == 81920
+    assert cost.shared_bytes(space.variant({**at_64, "head_dim_tiles": "split"}), cell) == 51200
+    assert padded == space.normalise(space.variant({**padded.structure, "head_dim_tiles": "padded", **padded.config}))
+    assert cost.score(split, cell, _H200) > cost.score(padded, cell, _H200)
+
+
+def test_a_forward_with_keys_outside_has_padded_heads() -> None:
+    space = catalog.search_space(make_cell(head_dim=80), _H200, Family.TRITON)
+    variant = space.variant({"loop_order": "key_outer", "head_dim_tiles": "split"})
+
+    assert "head_dim_tiles" not in variant.structure

@@ -49,3 +49,13 @@ def test_numbers_are_apart_by_their_place_in_the_list(one: int, other: int, step
 
 def test_words_are_one_step_apart() -> None:
     assert _KNOBS[1].distance("pointer", "tma") == 1
+
+
+def test_the_default_of_a_knob_that_came_later_is_spelled_by_leaving_it_out() -> None:
+    late = Knob(name="tiles", part=Part.STRUCTURE, values=("padded", "split"), default="padded", came_later=True)
+    knobs = (*_KNOBS, late)
+
+    assert split(knobs, {"tiles": "padded"}) == split(knobs, {}) == split(_KNOBS, {})
+    assert dict(split(knobs, {"tiles": "split"})[0]) == {**split(_KNOBS, {})[0], "tiles": "split"}
+    assert late.of({}) == "padded"
+    assert _KNOBS[2].of({}) is None
