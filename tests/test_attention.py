@@ -304,6 +304,16 @@ def test_a_known_shape_is_prepared_once(kernels: FakeKernels) -> None:
     assert [made.prepared for made in kernels.made.values()] == [1, 1]
 
 
+def test_a_small_call_allocates_no_lse_that_nobody_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors()
+    first = autoflash.attention(q, k, v, vendor="only")
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *_, **__: pytest.fail("an LSE was allocated"))
+
+    again = autoflash.attention(q, k, v, vendor="only")
+
+    assert torch.equal(first, again)  # type: ignore[arg-type]
+
+
 def test_deterministic_follows_torch_unless_it_is_given(kernels: FakeKernels) -> None:
     q, k, v = tensors(grad=True)
     torch.use_deterministic_algorithms(True)

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autoflash
 from autoflash.arguments import draw_rng
-from autoflash.errors import InvalidProblemError
+from autoflash.errors import InvalidProblemError, NoKernelError
 from tests.featured import (
     B,
     Case,
@@ -272,3 +272,10 @@ def test_what_cannot_be_meant_is_refused_before_any_launch(arguments: Case, word
 
     with pytest.raises(InvalidProblemError, match=words):
         autoflash.attention(q, k, v, **arguments)
+
+
+def test_vendor_kernels_are_said_to_have_no_features() -> None:
+    q, k, v = tensors()
+
+    with pytest.raises(NoKernelError, match="has softcap, window: vendor kernels have none"):
+        autoflash.attention(q, k, v, softcap=3.0, window=(2, 2), vendor="only")

@@ -362,7 +362,11 @@ def _wastes_memory(candidate: Candidate, problem: Problem) -> bool:
 
 
 def _nothing_left(cell: Cell, walk: _Walk, capturing: bool) -> str:
-    tried = "; ".join(walk.passed_over) or "no kernel is allowed"
+    features = ", ".join(feature.value for feature in cell.features)
+    nobody = (
+        f"no kernel that is allowed has {features}: vendor kernels have none" if features else "no kernel is allowed"
+    )
+    tried = "; ".join(walk.passed_over) or nobody
     if capturing:
         return (
             f"no kernel for {cell} is loaded, and nothing can be compiled while a CUDA graph is captured: call "
