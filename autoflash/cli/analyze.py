@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import click
 
+from autoflash.cli.analysis_json import moved_json, problem_json, roofline_json
 from autoflash.cli.options import Common, ProblemOptions, common_options, problem_options
 from autoflash.cli.output import Column, number, print_json, print_table, size_text
 from autoflash.cli.variants import target
@@ -17,7 +18,6 @@ from autoflash.dispatch.ladder import Candidate, Here, VendorPolicy, inference_l
 from autoflash.errors import InvalidProblemError
 from autoflash.evaluate import cost
 from autoflash.evaluate.analysis import Analysis, Moved, analyze
-from autoflash.evaluate.io_model import Stream, Traffic
 from autoflash.evaluate.peaks import Peak, given_peak, known_peak
 from autoflash.evaluate.roofline import Roofline
 from autoflash.keys import Json
@@ -277,7 +277,7 @@ def _json(analysis: Analysis, candidate: Candidate, recorded: Recorded | None, d
             "bandwidth_gb_s": analysis.least.peak.bandwidth_gb_s,
             "source": analysis.least.peak.source,
         },
-        "roofline": _roofline_json(analysis.least),
+        "roofline": roofline_json(analysis.least),
         "on_chip_bytes": analysis.on_chip_bytes,
         "theta": {
             "standard_bytes": analysis.theta.standard_bytes,
@@ -285,11 +285,11 @@ def _json(analysis: Analysis, candidate: Candidate, recorded: Recorded | None, d
             "flash_holds": analysis.theta.flash_holds,
         },
         "blocks_from": analysis.blocks_from,
-        "published": [_moved_json(moved) for moved in analysis.published],
+        "published": [moved_json(moved) for moved in analysis.published],
         "kernel": {
             "variant": analysis.variant.to_dict(),
             "tier": candidate.tier.value,
-            "traffic": None if analysis.kernel is None else _moved_json(analysis.kernel),
+            "traffic": None if analysis.kernel is None else moved_json(analysis.kernel),
         },
         "memory": {
             "score_matrix_bytes": memory.score_matrix_bytes,
@@ -300,59 +300,6 @@ def _json(analysis: Analysis, candidate: Candidate, recorded: Recorded | None, d
             else [{"name": buffer.name, "bytes": buffer.size_bytes} for buffer in memory.workspace],
         },
         "recorded": None if recorded is None else _recorded_json(recorded),
-    }
-
-
-def problem_json(problem: Problem) -> dict[str, Json]:
-    """Sizes of a problem for machines."""
-    return {
-        "pass": problem.op.value,
-        "dtype": problem.dtype.value,
-        "mask": problem.mask.value,
-        "head_dim": problem.head_dim,
-        "head_dim_v": problem.head_dim_v,
-        "batch": problem.batch,
-        "heads": problem.heads,
-        "kv_heads": problem.kv_heads,
-        "seqlen_q": problem.seqlen_q,
-        "seqlen_k": problem.seqlen_k,
-        "window": [problem.window_left, problem.window_right],
-        "softcap": problem.softcap,
-        "mask_tensor": problem.mask_tensor.value,
-        "dropout_p": problem.dropout_p,
-        "packed": problem.is_varlen,
-    }
-
-
-def traffic_json(traffic: Traffic) -> dict[str, Json]:
-    """Bytes of one algorithm for machines."""
-    return {
-        "algorithm": traffic.algorithm,
-        "blocks": None if traffic.blocks is None else [traffic.blocks.rows, traffic.blocks.keys],
-        "read_bytes": traffic.read_bytes,
-        "written_bytes": traffic.written_bytes,
-        "total_bytes": traffic.total_bytes,
-        "assumption": traffic.assumption,
-        "streams": [_stream_json(stream) for stream in traffic.streams],
-    }
-
-
-def _stream_json(stream: Stream) -> dict[str, Json]:
-    return {"tensor": stream.tensor, "read_bytes": stream.read_bytes, "written_bytes": stream.written_bytes}
-
-
-def _moved_json(moved: Moved) -> dict[str, Json]:
-    return {**traffic_json(moved.traffic), "roofline": _roofline_json(moved.roofline)}
-
-
-def _roofline_json(roofline: Roofline) -> dict[str, Json]:
-    return {
-        "intensity": roofline.intensity,
-        "compute_us": roofline.compute_us,
-        "memory_us": roofline.memory_us,
-        "bound_us": roofline.bound_us,
-        "limit": roofline.limit,
-        "attainable_tflops": roofline.attainable_tflops,
     }
 
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from autoflash.cli.analyze import problem_json, traffic_json
+from autoflash.cli.analysis_json import problem_json, traffic_json
 from autoflash.cli.bench_grid import Grid
 from autoflash.cli.output import Column, number, print_table, size_text
 from autoflash.cli.records import first_line
