@@ -146,3 +146,12 @@ def test_a_causal_mask_is_rated_by_what_it_shows(run_json: Callable[..., Any]) -
 
     assert causal == full / 2
     assert causal == flops(make_problem(heads=8, seqlen_q=1024, mask=Mask.CAUSAL))
+
+
+@pytest.mark.parametrize("name", ["sm_91", "mps"])
+def test_a_device_that_is_not_known_is_named_with_those_that_are(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["analyze", "--device", name]) == 2
+
+    text = capsys.readouterr().err
+    assert f"device {name!r} is not supported" in text
+    assert "sm_90" in text
