@@ -20,6 +20,7 @@ COMMANDS = {
     "tune": "autoflash.cli.tune",
     "show": "autoflash.cli.show",
     "explain": "autoflash.cli.explain",
+    "analyze": "autoflash.cli.analyze",
     "render": "autoflash.cli.render",
     "verify": "autoflash.cli.verify",
     "bench": "autoflash.cli.bench",

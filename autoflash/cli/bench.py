@@ -1,4 +1,4 @@
-"""``autoflash bench``: generated kernels against torch SDPA; a sweep of a cell; the host time of a call."""
+"""``autoflash bench``: generated kernels against torch SDPA; the systems; a sweep of a cell; a call's host time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 from rich.progress import Progress
 
 import autoflash
-from autoflash.cli import bench_grid
+from autoflash.cli import bench_grid, bench_systems
 from autoflash.cli.bench_grid import Grid, Row
 from autoflash.cli.bench_sweep import Sweep, sweep
 from autoflash.cli.features import feature_options
@@ -44,6 +44,7 @@ README_END = "<!-- benchmark table: end -->"
 @click.option("--seqlen", "seqlens", type=click.IntRange(1), multiple=True, help="Only this one; may be repeated.")
 @click.option("--causal/--full", default=None, help="Only this mask.")
 @feature_options
+@click.option("--systems", "by_system", is_flag=True, help="Standard attention, Rabe-Staats, FlashAttention and SDPA.")
 @click.option("--exhaustive", is_flag=True, help="Sweep every variant of one cell, and judge the recorded winner.")
 @click.option("--overhead", "host", is_flag=True, help="Host time of a small call against torch SDPA.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to write results to, as JSON.")
@@ -57,6 +58,7 @@ def command(
     head_dims: tuple[int, ...],
     seqlens: tuple[int, ...],
     causal: bool | None,
+    by_system: bool,
     exhaustive: bool,
     host: bool,
     out: Path | None,
@@ -68,12 +70,21 @@ def command(
     (smaller on a CPU). TFLOP/s are 4*B*H*S*S*D floating point operations over the time, half of it where causal,
     and 2.5 times as many backward. Each generated kernel is the one that attention(vendor="never") runs. Features such
     as --window are asked of every problem; torch's kernels are not timed with them.
+
+    --systems compares standard attention, Rabe-Staats (torch_tiled), the orders of FlashAttention-1 and -2, the Hopper
+    family and torch's backends, those of them that run here, on fewer problems: time, the most memory that a call
+    holds beside its inputs (and what a backward finds kept by its forward), main-memory bytes in the model of
+    autoflash analyze, and the error against float64 at lengths of about 512.
     """
     device = probe(common.device)
+    if by_system and (exhaustive or host or readme is not None):
+        raise click.UsageError("--systems is a run of its own: leave out --exhaustive, --overhead and --readme")
     if host:
         _overhead(common, device)
         return
     grid = bench_grid.default_grid(device, quick=quick)
+    if by_system:
+        grid = bench_systems.default_grid(grid, device, quick=quick)
     changes: dict[str, object] = {"asked": asked}
     if ops:
         changes["ops"] = tuple(Pass(op) for op in ops)
@@ -86,6 +97,9 @@ def command(
     if causal is not None:
         changes["masks"] = (Mask.CAUSAL if causal else Mask.FULL,)
     grid = dataclasses.replace(grid, **changes)  # type: ignore[arg-type]  # dataclasses.replace is untyped by name
+    if by_system:
+        _systems(common, device, grid, out)
+        return
     if exhaustive:
         _exhaustive(common, device, grid)
         return
@@ -125,12 +139,33 @@ def _grid(common: Common, device: Device, grid: Grid, out: Path | None, readme: 
     click.echo(short)
 
 
+def _systems(common: Common, device: Device, grid: Grid, out: Path | None) -> None:
+    with common.progress.status("comparing") as status:
+        compared = bench_systems.run(
+            grid,
+            device,
+            table.load(common.db, common.table),
+            seed=common.seed or 0,
+            on_problem=lambda problem: status.update(f"comparing {cell_of(problem, device)}"),
+        )
+    rows: list[Json] = [bench_systems.comparison_json(one) for one in compared]
+    report = {**_about(device), "command": "autoflash bench --systems", "problems": rows}
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_table(out / f"systems-{device_slug(device.name)}.json", bench_json(report), force=True)
+    if common.json:
+        print_json(report)
+        return
+    for one in compared:
+        bench_systems.print_comparison(one, device)
+
+
 def bench_json(report: Json) -> str:
     """The text of a results file."""
     return json.dumps(report, indent=1, sort_keys=True, allow_nan=False) + "\n"
 
 
-def _report(device: Device, grid: Grid, rows: list[Row]) -> dict[str, Json]:
+def _about(device: Device) -> dict[str, Json]:
     here = environment(device)
     return {
         "device": device.name,
@@ -140,6 +175,12 @@ def _report(device: Device, grid: Grid, rows: list[Row]) -> dict[str, Json]:
         "cuda": here.cuda,
         "driver": here.driver,
         "date": _today(),
+    }
+
+
+def _report(device: Device, grid: Grid, rows: list[Row]) -> dict[str, Json]:
+    return {
+        **_about(device),
         "command": "autoflash bench",
         "tokens": grid.tokens,
         "model_dim": grid.model_dim,

@@ -63,3 +63,13 @@ def markdown_table(columns: Sequence[Column], rows: Sequence[Sequence[str]]) -> 
 def number(value: float | None, digits: int = 1) -> str:
     """A number for a table; a dash where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def size_text(size_bytes: float | None) -> str:
+    """Bytes for a table, such as ``4.00 GiB``; a dash where there is no number."""
+    if size_bytes is None:
+        return "-"
+    for unit, factor in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.2f} {unit}"
+    return f"{size_bytes:.0f} B"

@@ -10,6 +10,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 import click
 
 from autoflash.device import CROSS_TARGETS, Device, DeviceKind
+from autoflash.errors import UnsupportedError
 from autoflash.problem import Cell, features_text
 from autoflash.space import catalog
 from autoflash.space.knob import Knob
@@ -92,11 +93,17 @@ def target(name: str | None, family: Family | None) -> Device:
     Args:
         name: ``cpu``, ``cuda:N``, an architecture such as ``sm_90``, or None.
         family: Triton text on a machine with no GPU is made for sm_90.
+
+    Raises:
+        UnsupportedError: for a device that is neither.
     """
     # Probing imports torch's device layer; naming an architecture needs none of it.
     from autoflash.runtime.probe import probe
 
     if name in CROSS_TARGETS:
         return CROSS_TARGETS[name]
-    device = probe(name)
+    try:
+        device = probe(name)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error}, or an architecture: {', '.join(CROSS_TARGETS)}") from None
     return CROSS_TARGETS["sm_90"] if device.kind is DeviceKind.CPU and family is Family.TRITON else device

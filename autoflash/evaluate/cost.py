@@ -15,7 +15,7 @@ def visible_pairs(problem: Problem) -> float:
     another causal mask, and a window, count exactly the pairs that they let through. What a mask tensor hides is
     computed all the same, and counts. Packed sequences are rated as if all had the mean length.
     """
-    m, n = _lengths(problem)
+    m, n = mean_lengths(problem)
     if not problem.has_window:
         if not problem.causal:
             return float(m * n)
@@ -29,6 +29,14 @@ def visible_pairs(problem: Problem) -> float:
     return float(pairs)
 
 
+def mean_lengths(problem: Problem) -> tuple[int, int]:
+    """Queries and keys of a sequence; of packed sequences, the mean."""
+    if problem.packed_q is None or problem.packed_k is None:
+        return problem.seqlen_q, problem.seqlen_k
+    sequences = max(problem.batch, 1)
+    return round(problem.packed_q / sequences), round(problem.packed_k / sequences)
+
+
 def flops(problem: Problem) -> float:
     """Floating-point operations of the matrix products: 2 (D + D_V) for each visible pair, 2.5 times that backward."""
     forward = 2.0 * problem.batch * problem.heads * visible_pairs(problem) * (problem.head_dim + problem.head_dim_v)
@@ -38,6 +46,27 @@ def flops(problem: Problem) -> float:
 def tflops(problem: Problem, us: float) -> float:
     """Rate in TFLOP/s of a call that takes so many microseconds."""
     return flops(problem) / us * 1e-6
+
+
+def mask_itemsize(problem: Problem) -> int:
+    """Bytes that a mask tensor has for a pair, a float mask having the inputs' type; 0 without one."""
+    return {MaskTensor.NONE: 0, MaskTensor.BOOL: 1, MaskTensor.FLOAT: problem.dtype.itemsize}[problem.mask_tensor]
+
+
+def score_matrix_bytes(problem: Problem) -> int:
+    """Bytes of one matrix of scores or probabilities [B, H, M, N] in the inputs' type: what is never materialised."""
+    m, n = mean_lengths(problem)
+    return problem.batch * problem.heads * m * n * problem.dtype.itemsize
+
+
+def head_bytes(problem: Problem) -> int:
+    """Bytes of the keys and values of one head of one sequence."""
+    return mean_lengths(problem)[1] * (problem.head_dim + problem.head_dim_v) * problem.dtype.itemsize
+
+
+def lse_bytes(problem: Problem) -> int:
+    """Bytes of the log-sum-exp, float32 [B, H, M]: what a forward keeps for the backward beside its output."""
+    return 4 * problem.tensor_batch * problem.heads * problem.rows_q
 
 
 def least_bytes(problem: Problem) -> int:
@@ -56,13 +85,6 @@ def least_bytes(problem: Problem) -> int:
     return forward + queries * problem.head_dim_v * item + (queries * problem.head_dim + keys * row) * item
 
 
-def _lengths(problem: Problem) -> tuple[int, int]:
-    if problem.packed_q is None or problem.packed_k is None:
-        return problem.seqlen_q, problem.seqlen_k
-    sequences = max(problem.batch, 1)
-    return round(problem.packed_q / sequences), round(problem.packed_k / sequences)
-
-
 def _pairs_up_to(diagonal: int, m: int, n: int) -> int:
     """How many of m x n pairs (i, j) have j <= i + diagonal."""
     # Row i has the keys 0 .. i + diagonal, cut to [0, n].
@@ -77,6 +99,5 @@ def _sum_to(last: int) -> int:
 
 def _extra_bytes(problem: Problem) -> int:
     pairs = problem.batch * problem.seqlen_q * problem.seqlen_k
-    mask = {MaskTensor.NONE: 0, MaskTensor.BOOL: pairs, MaskTensor.FLOAT: pairs * problem.dtype.itemsize}
     starts = 2 * 4 * (problem.batch + 1) if problem.is_varlen else 0
-    return mask[problem.mask_tensor] + starts + (16 if problem.dropout_p else 0)
+    return pairs * mask_itemsize(problem) + starts + (16 if problem.dropout_p else 0)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 
 from autoflash.device import Device
-from autoflash.problem import Form, Pass
+from autoflash.problem import Form, Pass, Problem
 from autoflash.runtime.executable import Executable
+from autoflash.runtime.workspace import Workspace
 from autoflash.variant import Family, Variant
 
 _Key = tuple[Form, Variant, Device]
@@ -28,6 +29,32 @@ def bind(form: Form, variant: Variant, device: Device) -> Executable:
         if executable is None:
             executable = _bound[key] = _make(form, variant, device)
     return executable
+
+
+def workspace(problem: Problem, variant: Variant) -> Workspace | None:
+    """What a call of a variant allocates beside its outputs; None for a vendor's kernel, which does not say.
+
+    Nothing is rendered, compiled or run.
+
+    Args:
+        problem: Of the variant's pass.
+        variant: Of any family.
+    """
+    # As above: imported for the family that is asked for alone.
+    is_forward = problem.op is Pass.FORWARD
+    if variant.family is Family.VENDOR:
+        return None
+    if variant.family is Family.TORCH_TILED:
+        from autoflash.runtime import torch_workspace
+
+        return torch_workspace.workspace(problem, variant)
+    if variant.family is Family.GLUON_SM90:
+        from autoflash.runtime import gluon_backward, gluon_forward
+
+        return gluon_forward.workspace(problem, variant) if is_forward else gluon_backward.workspace(problem)
+    from autoflash.runtime import triton_backward, triton_forward
+
+    return triton_forward.workspace(problem, variant) if is_forward else triton_backward.workspace(problem, variant)
 
 
 def _make(form: Form, variant: Variant, device: Device) -> Executable:

@@ -12,7 +12,15 @@ from autoflash.runtime import gluon_plan, launch
 from autoflash.runtime.backward_plan import Step
 from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras
 from autoflash.runtime.layouts import Operand
-from autoflash.runtime.triton_backward import TritonBackward
+from autoflash.runtime.triton_backward import TritonBackward, row_workspace
+from autoflash.runtime.workspace import Workspace
+
+
+def workspace(problem: Problem) -> Workspace:
+    """What a call allocates for itself."""
+    if problem.is_empty:
+        return ()
+    return row_workspace(problem, gluon_plan.padded_rows(problem), gluon_plan.accumulator_shape(problem))
 
 
 class GluonBackward(TritonBackward):

@@ -14,7 +14,17 @@ from autoflash.runtime.executable import NO_EXTRAS, Extras, ForwardCall
 from autoflash.runtime.launch import Layout
 from autoflash.runtime.layouts import Operand, descriptor_layout, strides_in_order_of
 from autoflash.runtime.trivial import empty_forward
+from autoflash.runtime.workspace import Buffer, Workspace
 from autoflash.variant import Variant
+
+_TICKET_BYTES = 4
+
+
+def workspace(problem: Problem, variant: Variant) -> Workspace:
+    """What calls keep for themselves: with a ticketed schedule, a counter for each stream; else nothing."""
+    if problem.is_empty or variant.structure["schedule"] != "ticketed":
+        return ()
+    return (Buffer(name="ticket counter, int32", size_bytes=_TICKET_BYTES),)
 
 
 class GluonForward(CompiledExecutable):

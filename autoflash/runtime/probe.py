@@ -53,7 +53,11 @@ def probe(device: str | torch.device | None = None) -> Device:
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        # torch's own message lists every backend that it was ever built for.
+        raise UnsupportedError(f"device {str(device)!r} is not supported: use 'cpu', 'cuda' or 'cuda:N'") from None
     if chosen.type == "cpu":
         return _cpu()
     if chosen.type != "cuda":

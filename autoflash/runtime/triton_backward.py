@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 
@@ -19,6 +20,7 @@ from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras
 from autoflash.runtime.launch import KernelPlan, Launch
 from autoflash.runtime.layouts import ALIGNMENT_BYTES, TORCH_TYPES, Operand, strides_in_order_of, why_not_split
 from autoflash.runtime.trivial import empty_backward
+from autoflash.runtime.workspace import Buffer, Workspace
 from autoflash.variant import Variant
 
 _Shapes = dict[str, tuple[int, ...]]
@@ -30,6 +32,34 @@ def backward_plans(problem: Problem, variant: Variant) -> tuple[KernelPlan, ...]
     operands = {name: _contiguous(shape, problem) for name, shape in _shapes(problem).items()}
     operands |= usual_masks(problem)
     return tuple(step.plan for step in backward_steps(problem, variant, operands, 1.0, has_dlse=False))
+
+
+def accumulator_shape(problem: Problem, variant: Variant) -> tuple[int, ...] | None:
+    """Of the float32 workspace that dQ is added up in; None where each dQ has one program."""
+    queries = (problem.tensor_batch, problem.heads, problem.rows_q, problem.head_dim)
+    return queries if variant.structure["loop_order"] == "key_outer" else None
+
+
+def workspace(problem: Problem, variant: Variant) -> Workspace:
+    """What a call allocates for itself."""
+    if problem.is_empty:
+        return ()
+    return row_workspace(problem, padded_rows(problem, variant), accumulator_shape(problem, variant))
+
+
+def row_shape(problem: Problem, rows_per_head: int) -> tuple[int, int]:
+    """Of the float32 workspace of base-2 log-sum-exp and delta, for so many padded rows of each head."""
+    return 2, problem.tensor_batch * problem.heads * rows_per_head
+
+
+def row_workspace(problem: Problem, rows_per_head: int, accumulator: tuple[int, ...] | None) -> Workspace:
+    """What a call with these workspaces allocates."""
+    rows = Buffer(
+        name="base-2 log-sum-exp and delta, float32", size_bytes=4 * math.prod(row_shape(problem, rows_per_head))
+    )
+    if accumulator is None:
+        return (rows,)
+    return rows, Buffer(name="sum of dq, float32", size_bytes=4 * math.prod(accumulator))
 
 
 class TritonBackward(CompiledExecutable):
@@ -66,8 +96,7 @@ class TritonBackward(CompiledExecutable):
 
     def accumulator_shape(self, problem: Problem) -> tuple[int, ...] | None:
         """Of the float32 workspace that dQ is added up in; None where each dQ has one program."""
-        queries = (problem.tensor_batch, problem.heads, problem.rows_q, problem.head_dim)
-        return queries if self._is_key_outer else None
+        return accumulator_shape(problem, self._variant)
 
     def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
         """The precondition that these tensors (q, k, v, dout) miss; None if it can run them."""
@@ -171,7 +200,7 @@ class _Call:
         self._has_features = bool(problem.features)
         self._uses_descriptors = executable.uses_descriptors
         self._dtype = TORCH_TYPES[problem.dtype]
-        self._row_shape = (2, problem.tensor_batch * problem.heads * executable.padded_rows(problem))
+        self._row_shape = row_shape(problem, executable.padded_rows(problem))
         self._accumulator_shape = executable.accumulator_shape(problem)
         self._made = tuple((operands[name].shape, operands[name].strides) for name in ("dq", "dk", "dv"))
         self._without_dlse = executable.bind(problem, operands, scale, has_dlse=False)

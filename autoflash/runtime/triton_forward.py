@@ -30,6 +30,7 @@ from autoflash.runtime.layouts import (
     width_constants,
 )
 from autoflash.runtime.trivial import empty_forward
+from autoflash.runtime.workspace import Buffer, Workspace
 from autoflash.variant import Variant
 
 _LOG2_E = math.log2(math.e)
@@ -98,6 +99,17 @@ def forward_plan(
         constants=tuple(sorted(constants.items())),
         num_warps=variant.config.number("num_warps"),
         num_stages=variant.config.number("num_stages"),
+    )
+
+
+def workspace(problem: Problem, variant: Variant) -> Workspace:
+    """What a call allocates for itself: with key_outer, the running state of every row in float32; else nothing."""
+    if problem.is_empty or variant.structure["loop_order"] != "key_outer":
+        return ()
+    rows = problem.tensor_batch * problem.heads * problem.rows_q
+    return (
+        Buffer(name="running maximum and sum, float32", size_bytes=2 * 4 * rows),
+        Buffer(name="running output, float32", size_bytes=4 * rows * problem.head_dim_v),
     )
 
 

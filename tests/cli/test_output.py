@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from autoflash.cli.output import Column, markdown_table, number, print_json, print_table
+from autoflash.cli.output import Column, markdown_table, number, print_json, print_table, size_text
 
 COLUMNS = (Column(title="cell"), Column(title="us", numeric=True))
 
@@ -41,3 +41,11 @@ def test_markdown_aligns_numbers_right() -> None:
 
 def test_a_missing_number_is_a_dash() -> None:
     assert (number(None), number(1.26), number(2.0, 0)) == ("-", "1.3", "2")
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [(None, "-"), (0, "0 B"), (1023, "1023 B"), (1024, "1.00 KiB"), (2**32, "4.00 GiB"), (1.5 * 2**20, "1.50 MiB")],
+)
+def test_bytes_are_given_in_the_largest_unit_that_they_fill(size_bytes: float | None, text: str) -> None:
+    assert size_text(size_bytes) == text

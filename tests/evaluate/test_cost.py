@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from autoflash.evaluate.cost import flops, least_bytes, tflops, visible_pairs
+from autoflash.evaluate.cost import (
+    flops,
+    head_bytes,
+    least_bytes,
+    lse_bytes,
+    score_matrix_bytes,
+    tflops,
+    visible_pairs,
+)
 from autoflash.problem import Alignment, DType, Mask, MaskTensor, Pass
 from tests.factories import make_problem
 
@@ -92,3 +100,18 @@ def test_a_mask_is_read_once_for_each_batch_entry(kind: MaskTensor, item: int) -
     problem = make_problem(batch=3, heads=4, seqlen_q=10, seqlen_k=20, dtype=DType.FP16)
 
     assert least_bytes(problem.replace(mask_tensor=kind)) == least_bytes(problem) + 3 * 10 * 20 * item
+
+
+def test_a_score_matrix_has_an_element_for_each_pair_of_each_head() -> None:
+    problem = make_problem(batch=2, heads=3, kv_heads=3, seqlen_q=10, seqlen_k=20, dtype=DType.FP32)
+
+    assert score_matrix_bytes(problem) == 2 * 3 * 10 * 20 * 4
+    assert score_matrix_bytes(problem.replace(packed_q=20, packed_k=40, seqlen_q=15)) == 2 * 3 * 10 * 20 * 4
+
+
+def test_bytes_of_a_head_and_of_the_log_sum_exp() -> None:
+    problem = make_problem(batch=2, heads=4, kv_heads=2, seqlen_q=10, seqlen_k=20, head_dim=8, head_dim_v=16)
+
+    assert head_bytes(problem) == 20 * (8 + 16) * 2
+    assert lse_bytes(problem) == 2 * 4 * 10 * 4
+    assert lse_bytes(problem.replace(packed_q=33, packed_k=40)) == 4 * 33 * 4

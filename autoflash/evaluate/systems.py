@@ -1,0 +1,140 @@
+"""The systems for attention side by side: standard attention, Rabe-Staats, FlashAttention's orders, SDPA."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autoflash.device import Device
+from autoflash.evaluate.accuracy import Accuracy, accuracy, accuracy_cases
+from autoflash.evaluate.benchmark import Call, make_call
+from autoflash.evaluate.cost import lse_bytes
+from autoflash.evaluate.io_model import Traffic
+from autoflash.evaluate.standard import STANDARD, StandardAttention, kept_bytes
+from autoflash.evaluate.timed_inputs import timed_inputs
+from autoflash.evaluate.variant_io import traffic_of
+from autoflash.problem import Cell, Form, Pass, Problem
+from autoflash.runtime.bind import bind
+from autoflash.runtime.executable import Executable
+from autoflash.space import catalog
+from autoflash.space.catalog import SearchSpace
+from autoflash.variant import Family, Variant
+
+_FLASH_ORDERS = {
+    Pass.FORWARD: (("FlashAttention-1", "key_outer"), ("FlashAttention-2", "query_outer")),
+    Pass.BACKWARD: (("FlashAttention-1", "key_outer"), ("FlashAttention-2", "split")),
+}
+_TORCH_ORDERS = (("Rabe-Staats", "query_outer"), ("Rabe-Staats, key outer", "key_outer"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """One way to compute attention that the literature names.
+
+    Attributes:
+        name: As the literature has it, or torch's name of a backend.
+        variant: What stands for it.
+    """
+
+    name: str
+    variant: Variant
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether it is standard attention in plain torch."""
+        return self.variant == STANDARD
+
+
+def systems(cell: Cell, device: Device, recorded: tuple[Variant, ...] = ()) -> tuple[System, ...]:
+    """Those that may run on a device.
+
+    A loop order is stood for by the first recorded variant that has it; else by its most promising variant in Triton,
+    or the default with that order in plain torch.
+
+    Args:
+        cell: What is to be computed.
+        device: Where.
+        recorded: The choices for the cell, best first.
+    """
+    found = [System(name="standard attention", variant=STANDARD)]
+    for family in reversed(catalog.families(cell.op, device, cell.features)):
+        space = catalog.search_space(cell, device, family)
+        own = [variant for variant in recorded if variant.family is family]
+        if family is Family.GLUON_SM90:
+            found.append(System(name="FlashAttention-3", variant=own[0] if own else space.default()))
+            continue
+        for name, order in _TORCH_ORDERS if family is Family.TORCH_TILED else _FLASH_ORDERS[cell.op]:
+            variant = _of_order(space, order, own)
+            if variant is not None:
+                found.append(System(name=name, variant=variant))
+    found += [
+        System(name=f"SDPA {variant.structure['backend']}", variant=variant)
+        for variant in catalog.vendors(cell, device)
+    ]
+    return tuple(found)
+
+
+def executable_of(system: System, problem: Problem, device: Device) -> Executable:
+    """What runs a system.
+
+    Raises:
+        RenderError, ImportError: as :func:`autoflash.runtime.bind.bind`.
+    """
+    return StandardAttention() if system.is_standard else bind(Form.of(problem), system.variant, device)
+
+
+def calls_of(executable: Executable, problem: Problem, device: Device, seed: int) -> tuple[Call, Call]:
+    """A call to be timed, as in :func:`make_call`, and one whose memory is measured; one call where that is the same.
+
+    Generated kernels are timed with outputs that are given to them; torch's own allocate some in every call.
+    """
+    allocating = allocating_call(executable, problem, device, seed)
+    if executable.variant.family is Family.VENDOR:
+        return allocating, allocating
+    return make_call(executable, problem, device, seed=seed), allocating
+
+
+def allocating_call(executable: Executable, problem: Problem, device: Device, seed: int) -> Callable[[], object]:
+    """A call that allocates everything, outputs included, so that systems can be compared by their memory."""
+    q, k, v, out, lse, dout, extras = timed_inputs(problem, device, seed)
+    scale = 1.0 / math.sqrt(problem.head_dim)
+    if problem.op is Pass.FORWARD:
+        forward = executable.prepare_forward(problem, q, k, v, scale, extras)
+        return lambda: forward(q, k, v, extras=extras)
+    backward = executable.prepare_backward(problem, q, k, v, out, dout, scale, extras)
+    return lambda: backward(q, k, v, out, lse, dout, extras=extras)
+
+
+def kept_for_backward(system: System, problem: Problem) -> int | None:
+    """Bytes that a backward finds kept by its forward beside inputs and output; None where a vendor does not say."""
+    if problem.op is Pass.FORWARD:
+        return 0
+    if system.is_standard:
+        return kept_bytes(problem)
+    return None if system.variant.family is Family.VENDOR else lse_bytes(problem)
+
+
+def error_of(executable: Executable, problem: Problem, device: Device) -> Accuracy | str:
+    """Errors against float64 on the problem's own form, at lengths that a reference can be computed for.
+
+    Returns:
+        The errors, or the reason why the executable refuses.
+    """
+    return accuracy(executable, accuracy_cases(problem)[0], device)
+
+
+def model_of(system: System, problem: Problem) -> Traffic | None:
+    """What the IO model says that the system moves; None where its algorithm is not known."""
+    return traffic_of(problem, system.variant)
+
+
+def _of_order(space: SearchSpace, order: str, recorded: list[Variant]) -> Variant | None:
+    for variant in recorded:
+        if variant.structure["loop_order"] == order:
+            return variant
+    if space.family is Family.TORCH_TILED:
+        default = space.default()
+        return space.variant({**default.structure, **default.config, "loop_order": order})
+    scores = {variant: score for variant, score in space.scores().items() if variant.structure["loop_order"] == order}
+    return max(scores, key=scores.__getitem__) if scores else None
