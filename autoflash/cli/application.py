@@ -24,6 +24,7 @@ COMMANDS = {
     "render": "autoflash.cli.render",
     "verify": "autoflash.cli.verify",
     "bench": "autoflash.cli.bench",
+    "plot": "autoflash.cli.plot",
     "export": "autoflash.cli.export",
     "import": "autoflash.cli.import_table",
     "doctor": "autoflash.cli.doctor",

@@ -1,0 +1,133 @@
+"""``autoflash plot``: draw a results file of ``autoflash bench``."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autoflash.cli.options import Common, common_options
+from autoflash.cli.output import print_json
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FORMATS = (".svg", ".png", ".pdf")
+
+Panel = tuple[str, str, int]
+"""Pass, mask and head dimension."""
+Curves = dict[str, dict[int, float]]
+"""TFLOP/s by sequence length, for each kernel by name; the generated one first."""
+
+# Colours that people with any kind of colour vision tell apart (Okabe and Ito, https://jfly.uni-koeln.de/color/).
+_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00")
+_PANEL_INCHES = (3.2, 2.3)
+
+
+@click.command("plot")
+@common_options
+@click.argument("results", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="File: .svg, .png or .pdf.")
+def command(common: Common, results: Path, out: Path) -> None:
+    """Draw a results file of `autoflash bench`: TFLOP/s by sequence length, a panel for each pass, mask and head size.
+
+    Equal results give equal bytes of an SVG. Needs matplotlib: pip install 'autoflash[report]'.
+    """
+    if out.suffix not in FORMATS:
+        raise click.UsageError(f"{out} does not end in {', '.join(FORMATS)}")
+    report = _read(results)
+    panels = panels_of(report["rows"])
+    try:
+        save(draw(panels, _title(report)), out)
+    except ImportError as error:
+        raise click.ClickException(f"{error}: pip install 'autoflash[report]' installs matplotlib") from error
+    except OSError as error:
+        raise click.ClickException(f"cannot write {out}: {error.strerror or error}") from error
+    if common.json:
+        print_json({"file": str(out), "panels": len(panels)})
+    else:
+        click.echo(f"Wrote {out}")
+
+
+def panels_of(rows: list[dict[str, Any]]) -> dict[Panel, Curves]:
+    """What is drawn: the timed kernels of each row, those that could not run left out."""
+    panels: dict[Panel, Curves] = {}
+    for row in rows:
+        mask = "+".join([row["mask"], *filter(None, row["features"].split(","))])
+        curves = panels.setdefault((row["pass"], mask, row["head_dim"]), {})
+        for name, timed in (("generated", row["generated"]), *((f"SDPA {n}", t) for n, t in row["vendors"].items())):
+            if timed["tflops"] is not None:
+                curves.setdefault(name, {})[row["seqlen"]] = timed["tflops"]
+    return panels
+
+
+def draw(panels: Mapping[Panel, Curves], title: str) -> Figure:
+    """Small multiples: passes and masks down, head dimensions across.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    from matplotlib.figure import Figure
+
+    down = list(dict.fromkeys((op, mask) for op, mask, _ in panels))
+    across = sorted({head_dim for _, _, head_dim in panels})
+    names = list(dict.fromkeys(itertools.chain.from_iterable(panels.values())))
+    width, height = _PANEL_INCHES
+    figure = Figure(figsize=(width * len(across), height * len(down) + 0.7), layout="constrained")
+    grid = figure.subplots(len(down), len(across), squeeze=False, sharex=True, sharey="row")
+    for (i, (op, mask)), (j, head_dim) in itertools.product(enumerate(down), enumerate(across)):
+        axes = grid[i][j]
+        _draw_panel(axes, panels.get((op, mask, head_dim), {}), names)
+        axes.set_title(f"{op}, {mask}, D = {head_dim}", fontsize=9)
+        axes.tick_params(labelsize=8)
+    for axes in grid[-1]:
+        axes.set_xlabel("sequence length", fontsize=8)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("TFLOP/s", fontsize=8)
+        # Of the row: its panels share the axis.
+        axes.set_ylim(bottom=0)
+    handles = {handle.get_label(): handle for axes in grid.flat for handle in axes.get_legend_handles_labels()[0]}
+    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(names), title=title)
+    return figure
+
+
+def save(figure: Figure, out: Path) -> None:
+    """Write it; neither a date nor random names go into an SVG, so that what is drawn decides the bytes."""
+    import matplotlib as mpl
+
+    metadata: dict[str, Any] = {"Date": None} if out.suffix == ".svg" else {}
+    with mpl.rc_context({"svg.hashsalt": "autoflash", "svg.fonttype": "none"}):
+        figure.savefig(out, metadata=metadata, dpi=150)
+
+
+def _draw_panel(axes: Axes, curves: Curves, names: list[str]) -> None:
+    lengths = sorted({length for curve in curves.values() for length in curve})
+    for number, name in enumerate(names):
+        curve = sorted(curves.get(name, {}).items())
+        if curve:
+            xs, ys = zip(*curve, strict=True)
+            colour = _COLOURS[number % len(_COLOURS)]
+            axes.plot(xs, ys, marker="o", markersize=3, color=colour, label=name, zorder=len(names) - number)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(length) for length in lengths], minor=False)
+    axes.grid(visible=True, alpha=0.3)
+
+
+def _read(results: Path) -> dict[str, Any]:
+    try:
+        report = json.loads(results.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise click.ClickException(f"{results} is no JSON: {error}") from error
+    if not isinstance(report, dict) or not report.get("rows") or report.get("command") != "autoflash bench":
+        raise click.ClickException(f"{results} is no results file; `autoflash bench --out DIR` writes one")
+    return report
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    triton = f", Triton {report['triton']}" if report.get("triton") else ""
+    return f"{report['device']} (torch {report['torch']}{triton}, {report['date']})"
