@@ -6,6 +6,7 @@ of a writer for long; forks wait for the transaction that is under way. Server c
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import sqlite3
@@ -144,7 +145,7 @@ class Database:
     def _open_server(cls, location: Location, read_only: bool) -> Database:
         assert location.url is not None
         try:
-            engine = create_engine(location.url, pool_pre_ping=True)
+            engine = _quiet_when_interrupted(create_engine(location.url, pool_pre_ping=True))
         except ModuleNotFoundError as error:
             raise DatabaseError(
                 f"{location.url.drivername} needs the Python module {error.name!r}; "
@@ -257,7 +258,19 @@ def _file(location: Location) -> Path:
 def _sqlite_engine(connect: Callable[[], sqlite3.Connection]) -> Engine:
     engine = create_engine("sqlite://", creator=connect, poolclass=NullPool)
     event.listen(engine, "begin", _begin)
+    return _quiet_when_interrupted(engine)
+
+
+def _quiet_when_interrupted(engine: Engine) -> Engine:
+    """Leave Ctrl-C to who asked for it: SQLAlchemy logs it as an error where it falls into the end of a connection."""
+    logger = engine.pool.logger
+    if isinstance(logger, logging.Logger):
+        logger.addFilter(_is_no_interrupt)
     return engine
+
+
+def _is_no_interrupt(record: logging.LogRecord) -> bool:
+    return not (record.exc_info and isinstance(record.exc_info[1], KeyboardInterrupt))
 
 
 def _begin(connection: Connection) -> None:

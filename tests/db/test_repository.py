@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import threading
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from sqlalchemy.engine.default import DefaultDialect
 
 from autoflash.db.repository import Repository
 from autoflash.errors import DatabaseError
@@ -366,3 +368,21 @@ def test_threads_share_a_repository(repository: Repository) -> None:
 
     assert errors == []
     assert [trial.id for trial in repository.trials()] == list(range(1, 21))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interrupt_at_the_end_of_a_connection_is_not_logged_as_an_error(
+    repository: Repository,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: type[BaseException],
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(DefaultDialect, "do_close", fail)
+
+    with contextlib.suppress(KeyboardInterrupt):
+        repository.decisions()
+
+    assert ("Exception closing" in caplog.text) is (error is ValueError)
