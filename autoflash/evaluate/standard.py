@@ -12,6 +12,7 @@ from autoflash.evaluate.cost import score_matrix_bytes
 from autoflash.evaluate.semantics import Block, Semantics
 from autoflash.problem import Pass, Problem
 from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
+from autoflash.runtime.vendor import KeptGraph
 from autoflash.trial import Resources
 from autoflash.variant import Choices, Family, Variant
 
@@ -80,37 +81,12 @@ class StandardAttention:
         scale: float,
         extras: Extras = NO_EXTRAS,
     ) -> BackwardCall:
-        """Run the forward and keep its graph; each call is the backward of that graph, for these tensors alone.
+        """Each call is the backward of a forward's graph, which is kept as long as the tensors stay the same.
 
         Raises:
             NoKernelError: where :meth:`why_not` has something to say.
         """
-        attend = self._attend(problem, scale, extras)
-        leaves = tuple(tensor.detach().requires_grad_() for tensor in (q, k, v))
-        with torch.enable_grad():
-            made = attend(*leaves)
-
-        def call(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            out: Tensor,
-            lse: Tensor,
-            dout: Tensor,
-            dlse: Tensor | None = None,
-            dq: Tensor | None = None,
-            dk: Tensor | None = None,
-            dv: Tensor | None = None,
-            extras: Extras = NO_EXTRAS,
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            gradients = torch.autograd.grad(made, leaves, dout, retain_graph=True)
-            first, second, third = (
-                gradient if given is None else given.copy_(gradient)
-                for gradient, given in zip(gradients, (dq, dk, dv), strict=True)
-            )
-            return first, second, third
-
-        return call
+        return KeptGraph(self._attend(problem, scale, extras))
 
     def _attend(self, problem: Problem, scale: float, extras: Extras) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         reason = self.why_not(problem)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -132,7 +132,7 @@ class Vendor:
             NoKernelError: where :meth:`why_not` has something to say.
         """
         self._check(problem, q, k, v)
-        return _Backward(self._attend(problem, scale))
+        return KeptGraph(self._attend(problem, scale))
 
     def _attend(self, problem: Problem, scale: float) -> functools.partial[Tensor]:
         return functools.partial(
@@ -171,10 +171,11 @@ class Vendor:
         return None if able(asked) else f"torch's {self._name} backend refuses such tensors on this device"
 
 
-class _Backward:
-    """The backward of a graph that is kept between calls."""
+class KeptGraph:
+    """The backward of the graph of a function of torch's, without LSE, that is kept between calls."""
 
-    def __init__(self, attend: functools.partial[Tensor]) -> None:
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        """Run nothing yet: the first call runs ``attend``."""
         self._attend = attend
         self._made_from: tuple[tuple[int, int], ...] = ()
         self._inputs: tuple[Tensor, ...] = ()
