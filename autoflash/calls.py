@@ -340,13 +340,14 @@ def _on_device(call: _Call, device: torch.device) -> _Call:
     return guarded  # type: ignore[return-value]  # same arguments, same results
 
 
+# 64 KiB a device; longer calls are not bound by the host.
 _SCRATCH_LSES = 2**14
 _SCRATCH: dict[torch.device, Tensor] = {}
 """By device, where kernels write log-sum-exps that nobody reads; never freed, since a launch may still write there."""
 
 
 def _without_lse(executable: Executable, call: ForwardCall, q: Tensor) -> ForwardCall:
-    """A call that allocates no LSE where nobody asked for one: of small calls, that is a tenth of the host's time."""
+    """A call that allocates no LSE where nobody asked for one: of small calls, the host's part is most of the time."""
     count = q.shape[0] * q.shape[1] * q.shape[2]
     if executable.variant.family is Family.TORCH_TILED or count > _SCRATCH_LSES or is_capturing(q):
         return call

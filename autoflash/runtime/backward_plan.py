@@ -12,12 +12,11 @@ from autoflash.runtime.layouts import (
     ALIGNMENT_BYTES,
     Operand,
     block_dim,
-    column_blocks,
     descriptor_layout,
     slots,
-    splits_heads,
     width_constants,
 )
+from autoflash.space.cost import column_blocks, splits_heads
 from autoflash.variant import Choices, Variant
 
 _PLAIN_TENSORS = ("q", "k", "v", "out", "lse", "dout", "dlse", "log2_sum", "delta", "acc", "dq", "dk", "dv")

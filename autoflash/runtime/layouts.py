@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autoflash.problem import DType, MaskTensor, Problem
 from autoflash.runtime.launch import Constant, Layout, Number, NumberArgument
+from autoflash.space.cost import column_blocks, padded, splits_heads
 from autoflash.variant import Choices
 
 TORCH_TYPES = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
@@ -131,12 +132,7 @@ def slots(rows: int, sequences: int, block: int) -> int:
 
 def block_dim(head_dim: int, least: int = 16) -> int:
     """Columns of the tile that holds vectors of this length: a power of two, at least what a matrix unit can take."""
-    return max(least, 1 << (head_dim - 1).bit_length())
-
-
-def splits_heads(structure: Choices) -> bool:
-    """Whether kernels of a structure hold vectors in two tiles; one that holds them in one does not say so."""
-    return structure.get("head_dim_tiles") == "split"
+    return max(least, padded(head_dim))
 
 
 def why_not_split(problem: Problem, structure: Choices) -> str | None:
@@ -145,14 +141,6 @@ def why_not_split(problem: Problem, structure: Choices) -> str | None:
     if splits_heads(structure) and shortest <= 16:
         return f"head_dim_tiles=split needs vectors of more than 16 elements, some have {shortest}"
     return None
-
-
-def column_blocks(head_dim: int, structure: Choices) -> tuple[int, ...]:
-    """Columns of the one or two tiles that hold vectors of this length; the first of two is full."""
-    whole = block_dim(head_dim)
-    if not splits_heads(structure):
-        return (whole,)
-    return whole // 2, block_dim(head_dim - whole // 2)
 
 
 def width_constants(problem: Problem, structure: Choices) -> dict[str, Constant]:

@@ -20,17 +20,16 @@ from autoflash.runtime.layouts import (
     TORCH_TYPES,
     MaskOperand,
     Operand,
-    column_blocks,
     descriptor_layout,
     reach,
     slots,
-    splits_heads,
     strides_in_order_of,
     why_not_split,
     width_constants,
 )
 from autoflash.runtime.trivial import empty_forward
 from autoflash.runtime.workspace import Buffer, Workspace
+from autoflash.space.cost import column_blocks, splits_heads
 from autoflash.variant import Variant
 
 _LOG2_E = math.log2(math.e)

@@ -13,7 +13,7 @@ from autoflash.device import Device, DeviceKind
 from autoflash.problem import Cell, DType, Feature, Mask, Pass
 from autoflash.space import hopper
 from autoflash.trial import Resources
-from autoflash.variant import Family, Variant
+from autoflash.variant import Choices, Family, Variant
 
 # The second cache level of a server core; how many heads "all at once" usually is.
 _CORE_CACHE_BYTES = 2**20
@@ -76,10 +76,25 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+def splits_heads(structure: Choices) -> bool:
+    """Whether kernels of a structure hold vectors in two tiles; one that holds them in one does not say so."""
+    return structure.get("head_dim_tiles") == "split"
+
+
+def column_blocks(head_dim: int, structure: Choices) -> tuple[int, ...]:
+    """Columns of the one or two tiles that hold vectors of this length; the first of two is full."""
+    return _parts(head_dim) if splits_heads(structure) else (padded(head_dim),)
+
+
 def in_parts(head_dim: int) -> int:
-    """Head dimension as two tiles see it: a power of two, and what is left as a tile of its own."""
+    """Columns of both tiles of vectors in two."""
+    return sum(_parts(head_dim))
+
+
+def _parts(head_dim: int) -> tuple[int, int]:
+    """A power of two, and what is left as a tile of its own."""
     first = padded(head_dim) // 2
-    return first + padded(head_dim - first)
+    return first, padded(head_dim - first)
 
 
 def gains_from_parts(cell: Cell) -> bool:
@@ -89,7 +104,7 @@ def gains_from_parts(cell: Cell) -> bool:
 
 def columns(variant: Variant, head_dim: int) -> int:
     """Columns of the tiles that hold vectors of a head dimension."""
-    return in_parts(head_dim) if variant.structure.get("head_dim_tiles") == "split" else padded(head_dim)
+    return sum(column_blocks(head_dim, variant.structure))
 
 
 def tiles(variant: Variant, cell: Cell) -> tuple[Tile, ...]:
@@ -216,7 +231,7 @@ def score(variant: Variant, cell: Cell, device: Device, resources: Resources | N
         return 0.0
     # TMA loads are about 10 % faster than pointers forward, 3 % backward (measured on sm_90).
     bonus = (0.25 if cell.op is Pass.FORWARD else 0.15) if variant.structure.get("loads") == "tma" else 0.0
-    if variant.structure.get("head_dim_tiles") == "split":
+    if splits_heads(variant.structure):
         # Half of the matrix work that is saved, since each part has loads and issues of its own; not measured.
         bonus += 0.5 * math.log2(padded(cell.head_dim) / in_parts(cell.head_dim))
     if cell.op is Pass.BACKWARD:
