@@ -136,7 +136,7 @@ def _grid(common: Common, device: Device, grid: Grid, out: Path | None, readme: 
         return
     columns = bench_grid.row_columns(backends)
     print_table("TFLOP/s", columns, [bench_grid.row_cells(row, backends) for row in rows])
-    click.echo(short)
+    click.echo("\n".join([short, *bench_grid.summary(rows)]))
 
 
 def _systems(common: Common, device: Device, grid: Grid, out: Path | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from autoflash.cli.output import Column
 from autoflash.device import Device, DeviceKind
 from autoflash.dispatch.buckets import cell_of
-from autoflash.dispatch.ladder import Candidate, Here, VendorPolicy, inference_ladder
+from autoflash.dispatch.ladder import Here, VendorPolicy, inference_ladder, training_ladders
 from autoflash.dispatch.table import Table
 from autoflash.evaluate.benchmark import Call, device_lock, interleaved, make_call
 from autoflash.evaluate.cost import tflops
@@ -21,7 +22,7 @@ from autoflash.runtime.probe import environment
 from autoflash.search.presets import Asked
 from autoflash.space import catalog
 from autoflash.trial import Measurement, Tier
-from autoflash.variant import Variant
+from autoflash.variant import Family, Variant
 
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -115,19 +116,29 @@ class Row:
         problem: What was computed.
         generated: The kernel that ``attention(vendor="never")`` would run.
         tier: Where that kernel comes from.
+        dispatched: The kernel that ``attention()`` would run, vendor kernels allowed.
         vendors: By backend.
     """
 
     problem: Problem
     generated: Timed
     tier: Tier
+    dispatched: Timed
     vendors: dict[str, Timed]
 
     @property
     def ratio(self) -> float | None:
         """Speed of the generated kernel over that of the fastest vendor kernel; above 1 it is faster."""
-        best = max((timed.tflops or 0.0 for timed in self.vendors.values()), default=0.0)
-        return self.generated.tflops / best if best and self.generated.tflops else None
+        return self._to_vendor(self.generated)
+
+    @property
+    def dispatched_ratio(self) -> float | None:
+        """Likewise of the kernel that ``attention()`` would run: 1 where that is the fastest vendor kernel itself."""
+        return self._to_vendor(self.dispatched)
+
+    def _to_vendor(self, timed: Timed) -> float | None:
+        best = max((vendor.tflops or 0.0 for vendor in self.vendors.values()), default=0.0)
+        return timed.tflops / best if best and timed.tflops else None
 
 
 def run(
@@ -146,24 +157,39 @@ def run(
     here = Here(device=device, environment=environment(device))
     rows = []
     for problem in grid.problems():
-        cell = cell_of(problem, device)
-        candidate = inference_ladder(cell, here, table, VendorPolicy.NEVER)[0]
-        vendors = [v for v in catalog.vendors(cell, device) if v.structure["backend"] in backends]
-        row = _row(problem, device, candidate, vendors, seed)
+        row = _row(problem, here, table, backends, seed)
         on_row(row)
         rows.append(row)
     return rows
 
 
-def _row(problem: Problem, device: Device, candidate: Candidate, vendors: Sequence[Variant], seed: int) -> Row:
+def _row(problem: Problem, here: Here, table: Table, backends: Sequence[str], seed: int) -> Row:
+    device = here.device
+    cell = cell_of(problem, device)
+    generated = inference_ladder(cell, here, table, VendorPolicy.NEVER)[0]
+    dispatched = _dispatched(problem, here, table)
+    vendors = [v for v in catalog.vendors(cell, device) if v.structure["backend"] in backends]
+    variants = list(dict.fromkeys([generated.variant, *vendors, dispatched]))
     with device_lock(device):
-        timed = time_together(problem, device, [candidate.variant, *vendors], seed)
+        timed = dict(zip(variants, time_together(problem, device, variants, seed), strict=True))
     return Row(
         problem=problem,
-        generated=timed[0],
-        tier=candidate.tier,
-        vendors={one.variant.structure.text("backend"): one for one in timed[1:]},
+        generated=timed[generated.variant],
+        tier=generated.tier,
+        dispatched=timed[dispatched],
+        vendors={vendor.structure.text("backend"): timed[vendor] for vendor in vendors},
     )
+
+
+def _dispatched(problem: Problem, here: Here, table: Table) -> Variant:
+    """What ``attention()`` runs for the problem: a backward is that of the forward which a training call chooses."""
+    forward = cell_of(problem.replace(op=Pass.FORWARD), here.device)
+    if problem.op is Pass.FORWARD:
+        return inference_ladder(forward, here, table, VendorPolicy.ALLOW)[0].variant
+    backward = cell_of(problem, here.device)
+    forwards, backwards = training_ladders(forward, backward, here, table, VendorPolicy.ALLOW)
+    first = forwards[0].variant
+    return first if first.family is Family.VENDOR else backwards[0].variant
 
 
 def time_together(
@@ -205,7 +231,9 @@ def row_json(row: Row) -> dict[str, Json]:
         "seqlen": problem.seqlen_q,
         "tier": row.tier.value,
         "ratio": row.ratio,
+        "dispatched_ratio": row.dispatched_ratio,
         "generated": timed_json(row.generated),
+        "dispatched": timed_json(row.dispatched),
         "vendors": {backend: timed_json(timed) for backend, timed in row.vendors.items()},
     }
 
@@ -259,6 +287,25 @@ def pivot(rows: Sequence[Row], backends: Sequence[str]) -> tuple[list[Column], l
         [op, mask, str(head_dim), *(line.get(seqlen, "-") for seqlen in seqlens)]
         for (op, mask, head_dim), line in lines.items()
     ]
+
+
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Speed to the fastest vendor kernel of each row, by pass: geometric mean and lowest."""
+    lines = []
+    for op in dict.fromkeys(row.problem.op for row in rows):
+        of_pass = [row for row in rows if row.problem.op is op]
+        for name, ratios in (
+            ("generated", [row.ratio for row in of_pass]),
+            ("attention()", [row.dispatched_ratio for row in of_pass]),
+        ):
+            known = [ratio for ratio in ratios if ratio is not None]
+            if known:
+                mean = statistics.geometric_mean(known)
+                lines.append(
+                    f"{op.value}: {name} to the fastest SDPA backend, {len(known)} rows: "
+                    f"geometric mean {mean:.3f}, lowest {min(known):.2f}"
+                )
+    return lines
 
 
 def _mask(problem: Problem) -> str:

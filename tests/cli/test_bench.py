@@ -26,11 +26,12 @@ def _timed(median_us: float | None, tflops: float | None = None) -> Timed:
     return Timed(variant=make_variant(), measurement=measurement, tflops=tflops)
 
 
-def _row(problem: Problem, generated: float | None, **vendors: float | None) -> Row:
+def _row(problem: Problem, generated: float | None, dispatched: float | None = None, **vendors: float | None) -> Row:
     return Row(
         problem=problem,
         generated=_timed(1.0, generated),
         tier=Tier.EXACT,
+        dispatched=_timed(1.0, generated if dispatched is None else dispatched),
         vendors={name: _timed(1.0, speed) for name, speed in vendors.items()},
     )
 
@@ -70,6 +71,19 @@ def test_a_ratio_is_to_the_fastest_vendor_kernel() -> None:
     row = _row(make_problem(), 300.0, cudnn=600.0, flash=400.0)
 
     assert row.ratio == 0.5
+
+
+def test_the_summary_has_generated_kernels_and_what_attention_runs() -> None:
+    rows = [
+        _row(make_problem(), 300.0, dispatched=600.0, cudnn=600.0, flash=400.0),
+        _row(make_problem(), 400.0, cudnn=200.0),
+        _row(make_problem(op=Pass.BACKWARD), None, cudnn=200.0),
+    ]
+
+    assert bench_grid.summary(rows) == [
+        "forward: generated to the fastest SDPA backend, 2 rows: geometric mean 1.000, lowest 0.50",
+        "forward: attention() to the fastest SDPA backend, 2 rows: geometric mean 1.414, lowest 1.00",
+    ]
 
 
 def test_there_is_no_ratio_without_a_vendor_kernel() -> None:
