@@ -24,6 +24,7 @@ _BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+_SET_UP_AT_FIRST_USE = ("cudnn", "math")
 
 
 class Vendor:
@@ -77,8 +78,8 @@ class Vendor:
         return self._gpu_refusal(problem, tensors)
 
     def is_loaded(self, problem: Problem, *tensors: Tensor, extras: Extras = NO_EXTRAS) -> bool:
-        """Whether the call would compile nothing; torch's kernels are compiled."""
-        return True
+        """Whether the call would set nothing up: the first of cuDNN or cuBLAS in a process spoils a capture."""
+        return self._name not in _SET_UP_AT_FIRST_USE
 
     def resources(self) -> Resources | None:
         """Nothing is known of torch's kernels."""

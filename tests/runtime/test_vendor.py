@@ -130,3 +130,11 @@ def test_a_gradient_of_lse_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match="LSE"):
         backward(q, k, v, dout, torch.empty(0), dout, torch.zeros(1, 2, 8))
+
+
+def test_only_backends_without_a_library_to_set_up_are_ready_for_a_capture() -> None:
+    problem = make_problem()
+
+    ready = {name for name in ("cudnn", "flash", "efficient", "math") if _vendor(name, problem).is_loaded(problem)}
+
+    assert ready == {"flash", "efficient"}
