@@ -106,18 +106,12 @@ def test_devices_of_one_folder_do_not_mix(tmp_path: Path) -> None:
     assert {row.environment for row in read_shipped(tmp_path)} == {first, second}
 
 
-# Cells timed before the Hopper forward handed Q back later; the benchmark's JSON has times of their winners as they are
-# now. Until they are tuned again, dispatch verifies them and takes them as stale.
-TO_BE_TIMED_AGAIN = ("forward/bf16/d128/", "forward/bf16/d256/", "forward/bf16/d64/causal/q16384/")
-
-
 def test_shipped_rows_name_the_source_that_the_templates_render() -> None:
     stale = [
         f"{decision.environment.device_name} {decision.cell}: {ranked.variant}"
         for decision in read_shipped(paths.tuning_db_dir())
         for ranked in decision.choices
         if ranked.variant.family is not Family.VENDOR
-        and not str(decision.cell).startswith(TO_BE_TIMED_AGAIN)
         and render(Form.of(decision.cell), ranked.variant.family, ranked.variant.structure).digest
         != ranked.source_digest
     ]
