@@ -80,6 +80,10 @@ def inference_ladder(cell: Cell, here: Here, table: Table, policy: VendorPolicy)
     vendors = _vendors(cell, here, tuned)
     if policy is VendorPolicy.ONLY:
         return vendors
+    # The nearest record has the word: that kernels of another size beat the vendor's there says less.
+    nearest = [candidate for candidate in tuned if candidate.hit is tuned[0].hit]
+    if tuned and not any(candidate.beats_vendor for candidate in nearest):
+        return (*vendors, *tuned, *fallbacks)
     faster = [candidate for candidate in tuned if candidate.beats_vendor]
     slower = [candidate for candidate in tuned if not candidate.beats_vendor]
     return (*faster, *vendors, *slower, *fallbacks)

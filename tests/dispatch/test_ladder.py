@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autoflash.dispatch.ladder import (
     Candidate,
     Here,
@@ -73,6 +75,21 @@ def test_the_vendor_goes_first_where_it_was_measured_faster() -> None:
 
     assert tiers(candidates)[0] is Tier.VENDOR
     assert "100.0 us" in candidates[0].reason
+
+
+def test_a_kernel_that_beats_the_vendor_at_another_size_does_not_go_before_it_here() -> None:
+    far = replace(CELL, q_bucket=CELL.q_bucket + 1)
+    other = make_decision(
+        cell=far,
+        choices=[make_ranked(variant=make_variant(BLOCK_M=128), median_us=50.0)],
+        vendor=make_ranked(variant=CUDNN, median_us=200.0),
+        environment=GPU.environment,
+    )
+
+    candidates = rungs(VendorPolicy.ALLOW, recorded(generated_us=110.0), other)
+
+    assert candidates[0].variant == CUDNN
+    assert [candidate.tier for candidate in candidates[4:7]] == [Tier.EXACT, Tier.EXACT, Tier.NEAREST]
 
 
 def test_the_fastest_recorded_vendor_goes_before_the_others() -> None:
