@@ -43,7 +43,9 @@ README_END = "<!-- benchmark table: end -->"
 @click.option("--head-dim", "head_dims", type=click.IntRange(1), multiple=True, help="Only this one; may be repeated.")
 @click.option("--seqlen", "seqlens", type=click.IntRange(1), multiple=True, help="Only this one; may be repeated.")
 @click.option("--causal/--full", default=None, help="Only this mask.")
+@click.option("--group", type=click.IntRange(1), default=1, help="Query heads per key and value head.")
 @feature_options
+@click.option("--flex", is_flag=True, help="Beside torch's flex_attention too, compiled for each problem.")
 @click.option("--systems", "by_system", is_flag=True, help="Standard attention, Rabe-Staats, FlashAttention and SDPA.")
 @click.option("--exhaustive", is_flag=True, help="Sweep every variant of one cell, and judge the recorded winner.")
 @click.option("--overhead", "host", is_flag=True, help="Host time of a small call against torch SDPA.")
@@ -58,6 +60,8 @@ def command(
     head_dims: tuple[int, ...],
     seqlens: tuple[int, ...],
     causal: bool | None,
+    group: int,
+    flex: bool,
     by_system: bool,
     exhaustive: bool,
     host: bool,
@@ -69,7 +73,7 @@ def command(
     The grid is B*S = 16384 tokens, H*D = 2048, S = 512..16384, D = 64/128/256, causal and full, forward and backward
     (smaller on a CPU). TFLOP/s are 4*B*H*S*S*D floating point operations over the time, half of it where causal,
     and 2.5 times as many backward. Each generated kernel is the one that attention(vendor="never") runs. Features such
-    as --window are asked of every problem; torch's kernels are not timed with them.
+    as --window are asked of every problem; torch's kernels are not timed with them, but flex_attention is, with --flex.
 
     --systems compares standard attention, Rabe-Staats (torch_tiled), the orders of FlashAttention-1 and -2, the Hopper
     family and torch's backends, those of them that run here, on fewer problems: time, the most memory that a call
@@ -79,13 +83,15 @@ def command(
     device = probe(common.device)
     if by_system and (exhaustive or host or readme is not None):
         raise click.UsageError("--systems is a run of its own: leave out --exhaustive, --overhead and --readme")
+    if flex and (by_system or exhaustive or host):
+        raise click.UsageError("--flex is a peer of the grid: leave out --systems, --exhaustive and --overhead")
     if host:
         _overhead(common, device)
         return
     grid = bench_grid.default_grid(device, quick=quick)
     if by_system:
         grid = bench_systems.default_grid(grid, device, quick=quick)
-    changes: dict[str, object] = {"asked": asked}
+    changes: dict[str, object] = {"asked": asked, "group": group}
     if ops:
         changes["ops"] = tuple(Pass(op) for op in ops)
     if head_dims:
@@ -103,16 +109,18 @@ def command(
     if exhaustive:
         _exhaustive(common, device, grid)
         return
-    _grid(common, device, grid, out, readme)
+    _grid(common, device, grid, flex, out, readme)
 
 
-def _grid(common: Common, device: Device, grid: Grid, out: Path | None, readme: Path | None) -> None:
+def _grid(common: Common, device: Device, grid: Grid, flex: bool, out: Path | None, readme: Path | None) -> None:
     decisions = table.load(common.db, common.table)
     features = features_text(next(grid.problems()).features)
     backends: tuple[str, ...] = ("cudnn", "flash") if device.kind.value != "cpu" else ("flash", "math")
     if features:
         # Torch's kernels are not asked for them.
         backends = ()
+    if flex:
+        backends = (*backends, bench_grid.FLEX)
     with Progress(console=common.progress, transient=True) as progress:
         task = progress.add_task("benchmark", total=sum(1 for _ in grid.problems()))
         rows = bench_grid.run(
@@ -126,7 +134,9 @@ def _grid(common: Common, device: Device, grid: Grid, out: Path | None, readme: 
     report = _report(device, grid, rows)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        name = "-".join([device_slug(device.name), *features.split(",")]) if features else device_slug(device.name)
+        kind = [f"group{grid.group}"] if grid.group > 1 else []
+        kind += features.split(",") if features else []
+        name = "-".join([device_slug(device.name), *kind])
         write_table(out / f"{name}.json", bench_json(report), force=True)
     short = f"{_caption(device, backends)}\n\n{markdown_table(*bench_grid.pivot(rows, backends))}\n"
     if readme is not None:
@@ -136,7 +146,7 @@ def _grid(common: Common, device: Device, grid: Grid, out: Path | None, readme: 
         return
     columns = bench_grid.row_columns(backends)
     print_table("TFLOP/s", columns, [bench_grid.row_cells(row, backends) for row in rows])
-    click.echo("\n".join([short, *bench_grid.summary(rows)]))
+    click.echo("\n".join([short, *bench_grid.summary(rows, backends)]))
 
 
 def _systems(common: Common, device: Device, grid: Grid, out: Path | None) -> None:
@@ -191,7 +201,8 @@ def _report(device: Device, grid: Grid, rows: list[Row]) -> dict[str, Json]:
 def _caption(device: Device, backends: tuple[str, ...]) -> str:
     here = environment(device)
     versions = f"torch {here.torch}" + (f", Triton {here.triton}" if here.triton else "")
-    names = " / ".join(("generated", *(f"SDPA {backend}" for backend in backends)))
+    peers = ("FlexAttention" if backend == bench_grid.FLEX else f"SDPA {backend}" for backend in backends)
+    names = " / ".join(("generated", *peers))
     return f"TFLOP/s, {names}, on {device.name} ({versions}, {_today()}; `scripts/benchmark` remakes it):"
 
 

@@ -18,15 +18,18 @@ from autoflash.evaluate.cost import tflops
 from autoflash.keys import Json
 from autoflash.problem import DType, Form, Mask, Pass, Problem, features_text
 from autoflash.runtime.bind import bind
+from autoflash.runtime.executable import Executable
 from autoflash.runtime.probe import environment
 from autoflash.search.presets import Asked
 from autoflash.space import catalog
 from autoflash.trial import Measurement, Tier
-from autoflash.variant import Family, Variant
+from autoflash.variant import Choices, Family, Variant
 
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 QUICK_SEQLENS = (1024, 4096)
+FLEX = "flex"
+"""Among backends: torch's flex_attention, which dispatch does not know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,7 @@ class Grid:
         tokens: B * S of each.
         model_dim: H * D of each.
         seqlens, head_dims, dtype, ops, masks: The axes.
+        group: Query heads per key/value head.
         asked: What each asks for beyond plain attention.
     """
 
@@ -47,12 +51,13 @@ class Grid:
     dtype: DType
     ops: tuple[Pass, ...]
     masks: tuple[Mask, ...]
+    group: int = 1
     asked: Asked = field(default_factory=Asked)
 
     def problems(self) -> Iterator[Problem]:
         """One problem after the other, shortest sequence first within a head dimension, mask and pass."""
         for op, mask, head_dim, seqlen in itertools.product(self.ops, self.masks, self.head_dims, self.seqlens):
-            heads = max(1, self.model_dim // head_dim)
+            heads = max(1, self.model_dim // (head_dim * self.group)) * self.group
             problem = Problem(
                 op=op,
                 dtype=self.dtype,
@@ -60,7 +65,7 @@ class Grid:
                 head_dim_v=head_dim,
                 batch=max(1, self.tokens // seqlen),
                 heads=heads,
-                kv_heads=heads,
+                kv_heads=heads // self.group,
                 seqlen_q=seqlen,
                 seqlen_k=seqlen,
                 mask=mask,
@@ -136,6 +141,11 @@ class Row:
         """Likewise of the kernel that ``attention()`` would run: 1 where that is the fastest vendor kernel itself."""
         return self._to_vendor(self.dispatched)
 
+    def ratio_to(self, backend: str) -> float | None:
+        """Speed of the generated kernel over that of one vendor kernel."""
+        theirs = self.vendors[backend].tflops if backend in self.vendors else None
+        return self.generated.tflops / theirs if theirs and self.generated.tflops else None
+
     def _to_vendor(self, timed: Timed) -> float | None:
         best = max((vendor.tflops or 0.0 for vendor in self.vendors.values()), default=0.0)
         return timed.tflops / best if best and timed.tflops else None
@@ -169,6 +179,8 @@ def _row(problem: Problem, here: Here, table: Table, backends: Sequence[str], se
     generated = inference_ladder(cell, here, table, VendorPolicy.NEVER)[0]
     dispatched = _dispatched(problem, here, table)
     vendors = [v for v in catalog.vendors(cell, device) if v.structure["backend"] in backends]
+    if FLEX in backends:
+        vendors.append(Variant(family=Family.VENDOR, structure=Choices(backend=FLEX), config=Choices()))
     variants = list(dict.fromkeys([generated.variant, *vendors, dispatched]))
     with device_lock(device):
         timed = dict(zip(variants, time_together(problem, device, variants, seed), strict=True))
@@ -200,7 +212,7 @@ def time_together(
     reasons: list[str] = []
     for variant in variants:
         try:
-            call = make_call(bind(Form.of(problem), variant, device), problem, device, seed=seed)
+            call = make_call(_executable(problem, variant, device), problem, device, seed=seed)
             call()
         except Exception as error:
             # A kernel may fail in any way that torch, Triton or the driver has: it is a cell without a number.
@@ -215,6 +227,15 @@ def time_together(
         speed = None if measurement is None else tflops(problem, measurement.median_us)
         timed.append(Timed(variant=variant, measurement=measurement, tflops=speed, reason=reason))
     return timed
+
+
+def _executable(problem: Problem, variant: Variant, device: Device) -> Executable:
+    if variant.structure.get("backend") != FLEX:
+        return bind(Form.of(problem), variant, device)
+    # Its compiler takes seconds to import.
+    from autoflash.evaluate.flex import FlexAttention
+
+    return FlexAttention()
 
 
 def row_json(row: Row) -> dict[str, Json]:
@@ -289,21 +310,20 @@ def pivot(rows: Sequence[Row], backends: Sequence[str]) -> tuple[list[Column], l
     ]
 
 
-def summary(rows: Sequence[Row]) -> list[str]:
-    """Speed to the fastest vendor kernel of each row, by pass: geometric mean and lowest."""
+def summary(rows: Sequence[Row], backends: Sequence[str]) -> list[str]:
+    """How fast what ran is in units of each peer, and of the fastest one of each row: geometric mean and lowest."""
     lines = []
     for op in dict.fromkeys(row.problem.op for row in rows):
         of_pass = [row for row in rows if row.problem.op is op]
-        for name, ratios in (
-            ("generated", [row.ratio for row in of_pass]),
-            ("attention()", [row.dispatched_ratio for row in of_pass]),
-        ):
-            known = [ratio for ratio in ratios if ratio is not None]
+        ratios = {f"generated to {name}": [row.ratio_to(name) for row in of_pass] for name in backends}
+        ratios["generated to the fastest of them"] = [row.ratio for row in of_pass]
+        ratios["attention() to the fastest of them"] = [row.dispatched_ratio for row in of_pass]
+        for what, some in ratios.items():
+            known = [ratio for ratio in some if ratio is not None]
             if known:
                 mean = statistics.geometric_mean(known)
                 lines.append(
-                    f"{op.value}: {name} to the fastest SDPA backend, {len(known)} rows: "
-                    f"geometric mean {mean:.3f}, lowest {min(known):.2f}"
+                    f"{op.value}: {what}, {len(known)} rows: geometric mean {mean:.3f}, lowest {min(known):.2f}"
                 )
     return lines
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -80,10 +81,36 @@ def test_the_summary_has_generated_kernels_and_what_attention_runs() -> None:
         _row(make_problem(op=Pass.BACKWARD), None, cudnn=200.0),
     ]
 
-    assert bench_grid.summary(rows) == [
-        "forward: generated to the fastest SDPA backend, 2 rows: geometric mean 1.000, lowest 0.50",
-        "forward: attention() to the fastest SDPA backend, 2 rows: geometric mean 1.414, lowest 1.00",
+    assert bench_grid.summary(rows, ("cudnn", "flash")) == [
+        "forward: generated to cudnn, 2 rows: geometric mean 1.000, lowest 0.50",
+        "forward: generated to flash, 1 rows: geometric mean 0.750, lowest 0.75",
+        "forward: generated to the fastest of them, 2 rows: geometric mean 1.000, lowest 0.50",
+        "forward: attention() to the fastest of them, 2 rows: geometric mean 1.414, lowest 1.00",
     ]
+
+
+def test_flex_attention_is_a_peer_of_featured_problems(run_json: Callable[..., Any]) -> None:
+    report = run_json("bench", "--pass", "forward", "--seqlen", "64", "--head-dim", "16", "--window", "15,0", "--flex")
+
+    assert {row["features"] for row in report["rows"]} == {"window"}
+    for row in report["rows"]:
+        assert "compared on GPUs" in row["vendors"]["flex"]["reason"]
+        assert row["generated"]["median_us"] > 0.0
+
+
+def test_grouped_heads_share_keys_and_values() -> None:
+    grid = bench_grid.default_grid(make_device(), quick=False)
+
+    problems = list(dataclasses.replace(grid, group=8, head_dims=(64, 256)).problems())
+
+    assert {(problem.heads, problem.kv_heads) for problem in problems} == {(32, 4), (8, 1)}
+
+
+@pytest.mark.parametrize("other", ["--systems", "--exhaustive", "--overhead"])
+def test_flex_attention_is_compared_on_the_grid_alone(other: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--flex", other]) == 2
+
+    assert "--flex is a peer of the grid" in capsys.readouterr().err
 
 
 def test_there_is_no_ratio_without_a_vendor_kernel() -> None:

@@ -1,0 +1,200 @@
+"""FlexAttention, torch's own generator of attention kernels: what features are compared with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from autoflash.errors import NoKernelError
+from autoflash.problem import Alignment, MaskTensor, Pass, Problem
+from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
+from autoflash.runtime.vendor import KeptGraph
+from autoflash.trial import Resources
+from autoflash.variant import Choices, Family, Variant
+
+FLEX = Variant(family=Family.VENDOR, structure=Choices(backend="flex"), config=Choices())
+"""Like a vendor's kernel: it allocates its own outputs, and has no log-sum-exp to give."""
+
+_Modifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+_Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+# One kernel is compiled for each shape, as somebody who measures it would have it; torch stops at eight by default.
+_MOST_COMPILED = 10_000
+
+
+class FlexAttention:
+    """Executable of torch's flex_attention, compiled for each problem, with its block mask made ahead.
+
+    It is no candidate of dispatch. The backward is autograd's, of a graph that is kept between calls.
+    """
+
+    has_lse = False
+    variant = FLEX
+    source_digest = ""
+
+    def __init__(self, *, compiled: bool = True) -> None:
+        """Compile nothing yet.
+
+        Args:
+            compiled: False runs it as plain torch operations, which means the same and is no fair time.
+        """
+        self._compiled = compiled
+
+    def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
+        """What it cannot do; None if it can run the problem."""
+        if problem.is_empty:
+            return "there is no query or no key"
+        if problem.dropout_p:
+            return "flex_attention has no dropout"
+        if problem.op is Pass.BACKWARD and problem.deterministic:
+            return "the backward of flex_attention is not deterministic"
+        if self._compiled and tensors and not tensors[0].is_cuda:
+            return "flex_attention is compared on GPUs: on a CPU it has no backward when compiled"
+        return None
+
+    def is_loaded(self, problem: Problem, *tensors: Tensor, extras: Extras = NO_EXTRAS) -> bool:
+        """False: each problem is compiled anew."""
+        return False
+
+    def resources(self) -> Resources | None:
+        """Nothing is known of its kernels."""
+        return None
+
+    def prepare_forward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras = NO_EXTRAS
+    ) -> ForwardCall:
+        """Make the block mask and compile.
+
+        Raises:
+            NoKernelError: where :meth:`why_not` has something to say.
+        """
+        attend = self._attend(problem, q, k, v, scale, extras)
+
+        def call(
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            out: Tensor | None = None,
+            lse: Tensor | None = None,
+            extras: Extras = NO_EXTRAS,
+        ) -> tuple[Tensor, Tensor]:
+            with torch.no_grad():
+                made = attend(q, k, v)
+            return made if out is None else out.copy_(made), q.new_empty(0) if lse is None else lse
+
+        with _room_to_compile():
+            call(q, k, v)
+        return call
+
+    def prepare_backward(
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        scale: float,
+        extras: Extras = NO_EXTRAS,
+    ) -> BackwardCall:
+        """Each call is the backward of a forward's graph, which is kept as long as the tensors stay the same.
+
+        Raises:
+            NoKernelError: where :meth:`why_not` has something to say.
+        """
+        call = KeptGraph(self._attend(problem, q, k, v, scale, extras))
+        with _room_to_compile():
+            call(q, k, v, out, torch.empty(0), dout)
+        return call
+
+    def _attend(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        reason = self.why_not(problem, q, k, v)
+        if reason is not None:
+            raise NoKernelError(reason)
+        function = torch.compile(flex_attention, dynamic=False) if self._compiled else flex_attention
+        return functools.partial(
+            function,
+            score_mod=_modifier(problem, extras),
+            block_mask=_block_mask(problem, extras, q.device),
+            scale=scale,
+            enable_gqa=problem.group > 1,
+        )
+
+
+def _room_to_compile() -> AbstractContextManager[None]:
+    limits = {"recompile_limit": _MOST_COMPILED, "accumulated_recompile_limit": _MOST_COMPILED}
+    return torch._dynamo.config.patch(limits)  # type: ignore[no-any-return]  # torch does not type it
+
+
+def _modifier(problem: Problem, extras: Extras) -> _Modifier | None:
+    """What is done to the scaled scores."""
+    cap, mask = problem.softcap, extras.mask if problem.mask_tensor is MaskTensor.FLOAT else None
+    if not cap and mask is None:
+        return None
+
+    def modify(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        if cap:
+            score = cap * torch.tanh(score / cap)
+        return score if mask is None else score + mask[b, h, q_idx, kv_idx]
+
+    return modify
+
+
+def _block_mask(problem: Problem, extras: Extras, device: torch.device) -> BlockMask | None:
+    """Which pairs take part, by tiles; one for all batches and heads unless a mask tensor differs between them."""
+    predicates = [_positions(problem, extras)] if problem.causal or problem.has_window or problem.is_varlen else []
+    sizes: tuple[int | None, int | None] = (None, None)
+    if problem.mask_tensor is MaskTensor.BOOL:
+        mask = extras.mask
+        assert mask is not None
+        sizes = (problem.batch, problem.heads if mask.stride(1) else None)
+        predicates.append(lambda b, h, q_idx, kv_idx: mask[b, h, q_idx, kv_idx])
+    if not predicates:
+        return None
+
+    def sees(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        seen = predicates[0](b, h, q_idx, kv_idx)
+        for predicate in predicates[1:]:
+            seen = seen & predicate(b, h, q_idx, kv_idx)
+        return seen
+
+    return create_block_mask(sees, *sizes, problem.rows_q, problem.rows_k, device=device.type)
+
+
+def _positions(problem: Problem, extras: Extras) -> _Predicate:
+    """What a causal mask, a window and the borders of packed sequences let through."""
+    left = problem.window_left
+    right = 0 if problem.causal else problem.window_right
+
+    def within(query: Tensor, key: Tensor) -> Tensor:
+        seen = torch.ones_like(query - key, dtype=torch.bool)
+        if right is not None:
+            seen = seen & (key <= query + right)
+        return seen if left is None else seen & (key >= query - left)
+
+    if not problem.is_varlen:
+        diagonal = problem.diagonal
+        return lambda b, h, q_idx, kv_idx: within(q_idx + diagonal, kv_idx)
+    assert extras.cu_seqlens_q is not None
+    assert extras.cu_seqlens_k is not None
+    of_query, query_at, lengths_q = _places(extras.cu_seqlens_q, problem.rows_q)
+    of_key, key_at, lengths_k = _places(extras.cu_seqlens_k, problem.rows_k)
+    if problem.alignment is Alignment.BOTTOM_RIGHT:
+        query_at = query_at + torch.cat([lengths_k - lengths_q, lengths_q.new_zeros(1)])[of_query]
+    # Rows behind the last sequence see nothing.
+    of_query = torch.where(of_query == lengths_q.shape[0], -1, of_query)
+    return lambda b, h, q_idx, kv_idx: (of_query[q_idx] == of_key[kv_idx]) & within(query_at[q_idx], key_at[kv_idx])
+
+
+def _places(borders: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each packed row, its sequence (behind the last: their number) and its place there; then the lengths."""
+    row = torch.arange(rows, device=borders.device)
+    sequence = torch.searchsorted(borders[1:].long(), row, right=True)
+    return sequence, row - borders.long()[sequence], borders.diff().long()
