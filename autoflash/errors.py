@@ -9,6 +9,10 @@ class InvalidProblemError(AutoflashError, ValueError):
     """The arguments of a call do not describe an attention problem."""
 
 
+class ExpressionError(InvalidProblemError):
+    """A score_mod or mask_mod that the language of expressions does not have."""
+
+
 class UnsupportedError(AutoflashError, NotImplementedError):
     """A meaningful request that no kernel here can compute; the message names the argument."""
 
