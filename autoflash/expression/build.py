@@ -400,7 +400,7 @@ def _is(node: Node, value: int) -> bool:
 
 def _is_negative(node: Node) -> bool:
     """Whether it is a constant whose opposite is positive."""
-    return isinstance(node, Constant) and node.value < 0 and node.value != limits.INT_MIN
+    return isinstance(node, Constant) and node.value < 0 and (node.kind, node.value) != (Kind.INT, limits.INT_MIN)
 
 
 def _folded(left: Node, right: Node, value: Callable[[float, float], float]) -> Node | None:

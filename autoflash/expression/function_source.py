@@ -92,4 +92,6 @@ def _fingerprint(code: CodeType | None) -> object:
     """What a function does: equal for the same expression, wherever it stands."""
     if code is None:
         return None
-    return code.co_code, repr(code.co_consts), code.co_names, code.co_varnames, code.co_freevars
+    # Numbers by their text, since 1 == 1.0 == True.
+    constants = [_fingerprint(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
+    return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars

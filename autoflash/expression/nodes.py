@@ -93,6 +93,11 @@ class Parameter:
 
 Order = tuple[object, ...]
 
+# Labels order the operands of sums, products and the like. Operations of two come first, so that a chain of them
+# stays one without parentheses.
+_BINARY_LABELS = {op: f"0 {place:02} {op.value}" for place, op in enumerate(BinaryOp)}
+_SCORE = f"1 {Variable.SCORE.value}"
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Node:
@@ -121,7 +126,7 @@ class Node:
         return self.digest
 
     def _settle(self, kind: Kind, label: str, children: tuple[Node, ...] = ()) -> None:
-        reads_score = label == f"0 {Variable.SCORE.value}" or any(child.reads_score for child in children)
+        reads_score = label == _SCORE or any(child.reads_score for child in children)
         is_constant = label.startswith("9")
         settled = {
             "kind": kind,
@@ -154,7 +159,7 @@ class Input(Node):
 
     def __post_init__(self) -> None:
         """A score is a floating-point number, a place an integer."""
-        self._settle(Kind.FLOAT if self.variable is Variable.SCORE else Kind.INT, f"0 {self.variable.value}")
+        self._settle(Kind.FLOAT if self.variable is Variable.SCORE else Kind.INT, f"1 {self.variable.value}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,7 +172,7 @@ class Read(Node):
     def __post_init__(self) -> None:
         """The declaration belongs to what is read."""
         declared = self.parameter
-        self._settle(declared.kind, f"1 {declared.name} {declared.kind.value} {declared.rank}", self.indices)
+        self._settle(declared.kind, f"2 {declared.name} {declared.kind.value} {declared.rank}", self.indices)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,7 +190,7 @@ class Unary(Node):
             UnaryOp.NEGATE: self.operand.kind,
             UnaryOp.ABS: self.operand.kind,
         }.get(self.op, Kind.FLOAT)
-        self._settle(kind, f"2 {self.op.value}", (self.operand,))
+        self._settle(kind, f"3 {self.op.value}", (self.operand,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -197,7 +202,7 @@ class Power(Node):
 
     def __post_init__(self) -> None:
         """The kind is that of the base."""
-        self._settle(self.base.kind, f"3 {self.exponent}", (self.base,))
+        self._settle(self.base.kind, f"4 {self.exponent}", (self.base,))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,7 +216,7 @@ class Binary(Node):
     def __post_init__(self) -> None:
         """Comparisons give truths, everything else what it was given."""
         kind = Kind.BOOL if self.op in COMPARISONS else self.left.kind
-        self._settle(kind, f"4 {self.op.value}", (self.left, self.right))
+        self._settle(kind, _BINARY_LABELS[self.op], (self.left, self.right))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -41,8 +41,8 @@ def test_every_function_of_an_expression_compiles(case: Case, tmp_path: Path) ->
     for function in functions_of(case.expression):
         code = compiled(case.expression, function.name, len(function.results), "sm_90", tmp_path)
 
-        # All arithmetic is in float32, since that of float64 has a 64th of the speed on many GPUs; but NVIDIA's sine and
-        # cosine reduce very large angles in float64.
+        # All arithmetic is in float32, since that of float64 has a 64th of the speed on many GPUs; but NVIDIA's sine
+        # and cosine reduce very large angles in float64.
         assert len(code.asm["cubin"]) > 0
         assert ".f64" not in code.asm["ptx"] or case in PERIODIC
 
