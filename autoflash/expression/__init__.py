@@ -7,9 +7,10 @@ and named parameters: numbers, as ``cap``, and elements of tensors, as ``table[h
 - ``+ - * / // % **``, where ``/`` always gives a float, ``//`` and ``%`` take integers and round down as Python does
   (x // 0 is 0, x % 0 is x), and an exponent is a whole number in the text;
 - ``< <= > >= == !=``, also in chains; ``and or not``, or ``& | ~``; ``x if condition else y``;
-- ``where(condition, x, y)``, ``minimum``, ``maximum``, ``abs``, ``exp``, ``log``, ``sqrt``, ``tanh``, ``sigmoid``, ``sin``,
-  ``cos``; ``floor``, which gives an integer; ``float``, which integers beside floats need not be told; and ``inf``.
+- ``where(condition, x, y)``, ``minimum``, ``maximum``, ``abs``, ``exp``, ``log``, ``sqrt``, ``tanh``, ``sigmoid``,
+  ``sin``, ``cos``; ``floor``, which gives an integer; ``float``, which integers beside floats need not be told;
+  and ``inf``.
 
-An element outside a tensor, also at a negative index, is 0. A condition has no part in a derivative, nor has the value that
-it does not choose.
+An element outside a tensor, also at a negative index, is 0. A condition has no part in a derivative, nor has the value
+that it does not choose.
 """

@@ -33,7 +33,7 @@ def syntax_of(code: CodeType) -> tuple[tuple[str, ...], ast.expr]:
         raise ExpressionError(f"{path!r} cannot be read: {_ADVICE}") from None
     found = list(_functions_at(module, code.co_firstlineno))
     for function in found:
-        if _fingerprint(_compiled(function, code)) == _fingerprint(code):
+        if _fingerprint(code) in map(_fingerprint, _compiled(function, code)):
             return _names(function.args), _body(function)
     reason = "is not there any more" if found else "is no lambda"
     raise ExpressionError(f"the function of line {code.co_firstlineno} in {path!r} {reason}: {_ADVICE}")
@@ -76,8 +76,8 @@ def _names(arguments: ast.arguments) -> tuple[str, ...]:
     return tuple(argument.arg for argument in arguments.args)
 
 
-def _compiled(function: _Function, code: CodeType) -> CodeType | None:
-    """The function alone, inside one that has the names that it captured."""
+def _compiled(function: _Function, code: CodeType) -> list[CodeType]:
+    """The function, and what else comes with it, compiled where the names that it captured are known."""
     whole = ast.parse(f"def outer({', '.join(code.co_freevars)}): pass")
     (outer,) = whole.body
     assert isinstance(outer, ast.FunctionDef)
@@ -85,13 +85,11 @@ def _compiled(function: _Function, code: CodeType) -> CodeType | None:
     codes = [compile(ast.fix_missing_locations(whole), code.co_filename, "exec", dont_inherit=True)]
     for _ in range(2):
         codes = [each for one in codes for each in one.co_consts if isinstance(each, CodeType)]
-    return codes[0] if codes else None
+    return codes
 
 
-def _fingerprint(code: CodeType | None) -> object:
+def _fingerprint(code: CodeType) -> object:
     """What a function does: equal for the same expression, wherever it stands."""
-    if code is None:
-        return None
     # Numbers by their text, since 1 == 1.0 == True.
     constants = [_fingerprint(each) if isinstance(each, CodeType) else repr(each) for each in code.co_consts]
     return code.co_code, constants, code.co_names, code.co_varnames, code.co_freevars

@@ -113,10 +113,11 @@ def printed(role: Role, function: Function, parameters: Sequence[Parameter], dia
     """The definition of a function, which takes the variables of the role and, where there are some, ``params``."""
     arguments = [variable.value for variable in role.variables] + (["params"] if parameters else [])
     read = {node.parameter for node in walk(*function.results) if isinstance(node, Read)}
+    done: dict[Node, Node] = {}
     statements = [
         f'"""{function.docstring}"""',
         *(f"param_{each.name} = params[{place}]" for place, each in enumerate(parameters) if each in read),
-        *_Writer([_lowered(result, {}) for result in function.results], dialect).lines,
+        *_Writer([_lowered(result, done) for result in function.results], dialect).lines,
     ]
     return "\n".join([f"def {function.name}({', '.join(arguments)}):", *(f"    {line}" for line in statements)])
 

@@ -42,7 +42,7 @@ def to_triton(role: Role, functions: Sequence[Function], parameters: Sequence[Pa
     """Definitions for a module that has imported ``tl``, ``triton`` and ``NamedTuple``.
 
     Each function takes the variables of the role and a tuple ``params`` with one item for each parameter, in order: a
-    float32 or int32 scalar of rank 0, else a ``Table<rank>``, whose definition is printed as well. Scores are float32
+    float32 or int32 scalar (0 is False) of rank 0, else a ``Table<rank>``, printed with them. Scores are float32
     tiles, ``b`` and ``h`` scalars, ``q_idx`` and ``kv_idx`` int32 tensors. The shapes of all broadcast to the tile, and
     so does that of what is given back. Elements outside a table are not touched.
 

@@ -113,6 +113,7 @@ CASES = [
         source="where(flags[q_idx], score**3 / 9, -score)",
         tensors={"flags": torch.arange(M) % 3 == 0},
     ),
+    Case(name="switch", source="where(on, score * 2, score + 1)", tensors={"on": torch.tensor(True)}),
     Case(name="root_of_the_positive", source="where(score > 0, sqrt(score), log(1 - score))", tensors={}),
     Case(name="constant", source="exp(1)", tensors={}),
     Case(name="causal_mask", role=Role.MASK_MOD, source="q_idx >= kv_idx", tensors={}),

@@ -68,7 +68,7 @@ def tile_arguments(expression: Expression) -> list[tuple[str, str]]:
     """Names and types (``fp32``, ``i32``, ``*fp32`` ...) of what a tile's kernel takes for the parameters."""
     arguments = []
     for each in expression.parameters:
-        element = {"float": "fp32", "int": "i32", "bool": "i1"}[each.kind.value]
+        element = {"float": "fp32", "int": "i32", "bool": "i1" if each.rank else "i32"}[each.kind.value]
         fields = [f"{each.name}_{word}_{axis}" for word in ("size", "stride") for axis in range(each.rank)]
         arguments.append((f"{each.name}_ptr", f"*{element}") if each.rank else (each.name, element))
         arguments += [(field, "i32") for field in fields]

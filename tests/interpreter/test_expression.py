@@ -24,6 +24,11 @@ from tests.expression.strategies import TENSORS, expressions, properties
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar:DeprecationWarning")
 
 
+def scalar(tensor: Tensor) -> float | int:
+    """A parameter of rank 0, as a kernel takes it."""
+    return tensor.item() if tensor.is_floating_point() else int(tensor)
+
+
 def results_of(
     kernel: ModuleType, function: str, count: int, expression: Expression, tensors: dict[str, Tensor], shift: int = 0
 ) -> list[Tensor]:
@@ -33,7 +38,7 @@ def results_of(
     arguments: list[object] = []
     for parameter in expression.parameters:
         tensor = tensors[parameter.name]
-        arguments += [tensor, *tensor.shape, *tensor.stride()] if parameter.rank else [tensor.item()]
+        arguments += [tensor, *tensor.shape, *tensor.stride()] if parameter.rank else [scalar(tensor)]
     with np.errstate(all="ignore"):
         for b, h in itertools.product(range(B), range(H)):
             tiles = [result[b, h] for result in results]
