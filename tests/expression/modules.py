@@ -6,12 +6,17 @@ import hashlib
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+from torch import Tensor
+
 from autoflash.expression.derivative import parameter_gradients, score_derivative
 from autoflash.expression.expression import Expression, Role
+from autoflash.expression.nodes import Variable
 from autoflash.expression.program import Function
+from autoflash.expression.torch_text import to_torch
 from autoflash.expression.triton_text import to_triton
 
 
@@ -30,6 +35,24 @@ def functions_of(expression: Expression) -> list[Function]:
             for place, gradient in enumerate(parameter_gradients(expression))
         ]
     return functions
+
+
+def torch_functions(expression: Expression) -> dict:
+    """The printed torch functions of an expression, by name."""
+    names: dict = {}
+    exec(f"import torch\n{to_torch(expression.role, functions_of(expression), expression.parameters)}", names)
+    return names
+
+
+def called(
+    function: Callable[..., Tensor | tuple[Tensor, ...]],
+    expression: Expression,
+    tensors: dict[str, Tensor],
+    given: dict[Variable, Tensor],
+) -> Tensor | tuple[Tensor, ...]:
+    """What a printed torch function gives at some places."""
+    params = [tensors[parameter.name] for parameter in expression.parameters]
+    return function(*given.values(), *([params] if params else []))
 
 
 def imported(text: str, folder: Path) -> ModuleType:

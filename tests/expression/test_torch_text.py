@@ -18,28 +18,15 @@ from autoflash.expression.nodes import Variable
 from autoflash.expression.program import Function
 from autoflash.expression.torch_text import to_torch
 from tests.expression.corpus import CASES, Case, declared, inputs
-from tests.expression.modules import assert_tidy, functions_of
+from tests.expression.modules import assert_tidy, called, functions_of, torch_functions
 from tests.expression.strategies import TENSORS, expressions, properties
-
-
-def namespace(expression: Expression) -> dict:
-    """The printed functions of an expression."""
-    text = "import torch\n\n\n" + to_torch(expression.role, functions_of(expression), expression.parameters)
-    names: dict = {}
-    exec(text, names)
-    return names
-
-
-def called(function, expression: Expression, tensors: dict[str, Tensor], given: dict[Variable, Tensor]):
-    params = [tensors[parameter.name] for parameter in expression.parameters]
-    return function(*given.values(), *([params] if params else []))
 
 
 def assert_agrees(expression: Expression, tensors: dict[str, Tensor], shift: int = 0) -> None:
     """Values, slopes and gradients of float64 code are those of the specification."""
     given = inputs(expression.role, shift=shift)
     exact = {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-    printed = namespace(expression)
+    printed = torch_functions(expression)
 
     value = called(printed["modified"], expression, exact, given)
     torch.testing.assert_close(*torch.broadcast_tensors(value, value_of(expression.root, given, exact)), equal_nan=True)
@@ -73,7 +60,7 @@ def test_printed_code_keeps_the_dtype_of_the_scores(case: Case) -> None:
     given = inputs(case.role, dtype=torch.float32)
     expression = case.expression
 
-    value = called(namespace(expression)["modified"], expression, case.tensors, given)
+    value = called(torch_functions(expression)["modified"], expression, case.tensors, given)
 
     assert value.dtype == (torch.float32 if case.role is Role.SCORE_MOD else torch.bool)
     expected = value_of(expression.root, given, case.tensors).to(value.dtype)
@@ -86,7 +73,7 @@ def test_no_argument_is_changed() -> None:
         before = [tensor.clone() for tensor in (*given.values(), *case.tensors.values())]
 
         for function in functions_of(expression):
-            called(namespace(expression)[function.name], expression, case.tensors, given)
+            called(torch_functions(expression)[function.name], expression, case.tensors, given)
 
         assert all(map(torch.equal, before, (*given.values(), *case.tensors.values())))
 
@@ -96,7 +83,7 @@ def test_elements_of_low_precision_are_computed_with_in_that_of_the_scores() -> 
     tensors = {"t": torch.tensor([0.1, 0.2, 0.3]).bfloat16(), "u": torch.tensor(3.3).half()}
     given = inputs(dtype=torch.float32)
 
-    value = called(namespace(expression)["modified"], expression, tensors, given)
+    value = called(torch_functions(expression)["modified"], expression, tensors, given)
 
     wanted = given[Variable.SCORE] + (tensors["t"].float() * tensors["u"].float()).view(1, -1, 1, 1)
     assert torch.equal(value, wanted)
@@ -107,7 +94,8 @@ def test_an_empty_table_reads_as_zero() -> None:
     given = inputs()
 
     assert torch.equal(
-        called(namespace(expression)["modified"], expression, {"t": torch.zeros(0, 4)}, given), given[Variable.SCORE]
+        called(torch_functions(expression)["modified"], expression, {"t": torch.zeros(0, 4)}, given),
+        given[Variable.SCORE],
     )
 
 
