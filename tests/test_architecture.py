@@ -73,6 +73,15 @@ def test_each_dependency_is_imported_only_at_its_home(path: Path) -> None:
     assert strays == set()
 
 
+def test_the_language_of_expressions_takes_the_standard_library_alone() -> None:
+    modules = [path for path in MODULES if path.parent.name == "expression"]
+
+    imported = {name for path in modules for name in _imported(ast.parse(path.read_text()))}
+
+    assert modules
+    assert imported <= {*sys.stdlib_module_names, "autoflash"}
+
+
 @pytest.mark.parametrize("path", MODULES, ids=_name)
 def test_environment_variables_are_read_in_paths_alone(path: Path) -> None:
     reads = [

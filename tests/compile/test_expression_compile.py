@@ -25,6 +25,7 @@ TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
 def compiled(expression: Expression, function: str, results: int, target: str, folder: Path) -> Any:
     """A tile's kernel for a target."""
     from triton import compile as triton_compile
+    from triton import knobs
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -33,7 +34,9 @@ def compiled(expression: Expression, function: str, results: int, target: str, f
     types |= {**dict(tile_arguments(expression)), "b": "i32", "h": "i32", "start_m": "i32"}
     constants = {"BLOCK_M": 64, "BLOCK_N": 64}
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    return triton_compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget(*TARGETS[target]))
+    with knobs.cache.scope():
+        knobs.cache.dir = str(folder / "cache")
+        return triton_compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget(*TARGETS[target]))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
