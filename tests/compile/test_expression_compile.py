@@ -65,3 +65,14 @@ def test_what_nothing_depends_on_is_not_computed(tmp_path: Path) -> None:
     code = compiled(case.expression, "slope", 1, "sm_90", tmp_path)
 
     assert "ld.global" not in code.asm["ptx"]
+
+
+def test_what_is_not_a_number_stays_so(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "soft_clip")
+
+    # Which the interpreter cannot tell: its minimum is numpy's.
+    ptx = compiled(case.expression, "modified", 1, "sm_90", tmp_path).asm["ptx"]
+
+    assert "min.NaN.f32" in ptx
+    assert "max.NaN.f32" in ptx
+    assert "min.f32" not in ptx

@@ -141,3 +141,10 @@ def test_nothing_outside_a_table_is_touched(tmp_path: Path) -> None:
     expected = torch.zeros(B, H, M, N)
     expected[:, 1, :, 4:8] = torch.arange(4.0)
     assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("source", ["minimum(x[h], score)", "maximum(score, x[h])", "where(x[h] < 0, 1, score)"])
+def test_what_is_not_a_number_stays_so(source: str, tmp_path: Path) -> None:
+    tensors = {"x": torch.tensor([torch.nan, 1.0, -torch.inf])}
+
+    assert_agrees(parse(source, declared(tensors)), tensors, tmp_path)
