@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 from click.core import ParameterSource
@@ -27,7 +28,7 @@ from autoflash.space import catalog
 from autoflash.trial import Level, Verification
 from autoflash.variant import Variant
 
-_OPTIONS_OF_ALL = {"everything", "family", "features", "dtype", "op", "head_dim", "quick"}
+_OPTIONS_OF_ALL = {"everything", "family", "features", "dtype", "op", "head_dim", "quick", "jobs", "out"}
 _OPTIONS_OF_ALL |= {"db", "table", "device", "as_json", "seed", "verbose"}
 
 COLUMNS = (
@@ -56,6 +57,8 @@ class Checked:
 @variant_options
 @click.option("--all", "everything", is_flag=True, help="Every structure of every family, with every feature.")
 @click.option("--feature", "features", multiple=True, type=click.Choice(list(FORMS)), help="Of --all; may be repeated.")
+@click.option("--jobs", type=click.IntRange(1), help="Of --all: processes that share the device.")
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Of --all: write the table as Markdown.")
 @click.option("--recorded", is_flag=True, help="Every recorded or shipped kernel of this device.")
 @click.option("--quick", is_flag=True, help="The problem itself and one irregular shape, not the full grid.")
 def command(
@@ -64,6 +67,8 @@ def command(
     common: Common,
     everything: bool,
     features: tuple[str, ...],
+    jobs: int | None,
+    out: Path | None,
     recorded: bool,
     quick: bool,
 ) -> None:
@@ -74,14 +79,17 @@ def command(
 
     --all goes through the families, structures, masks, features, types and passes, on two small problems each, and
     shows the largest error against float64 beside those of torch's backends; --family, --feature, --dtype, --pass,
-    --head-dim and --quick (defaults only, one problem) restrict it.
+    --head-dim and --quick (defaults only, one problem) restrict it. With --jobs, kernels compile and run in processes
+    of their own, in which one may crash or hang without ending the others.
     """
     device = probe(common.device)
     if everything:
-        verify_all(common, device, _selection(wanted, sizes, features, quick))
+        verify_all(common, device, _selection(wanted, sizes, features, quick, jobs), out)
         return
     if features:
         raise click.UsageError("--feature restricts --all: give the problem's own options instead")
+    if jobs is not None or out is not None:
+        raise click.UsageError("--jobs and --out are of --all: leave them out")
     level = Level.SCREEN if quick else Level.FULL
     if recorded:
         pairs = list(_recorded(common, device))
@@ -104,7 +112,9 @@ def command(
         raise click.exceptions.Exit(1)
 
 
-def _selection(wanted: VariantOptions, sizes: ProblemOptions, features: tuple[str, ...], quick: bool) -> Selection:
+def _selection(
+    wanted: VariantOptions, sizes: ProblemOptions, features: tuple[str, ...], quick: bool, jobs: int | None
+) -> Selection:
     """What ``--all`` goes through.
 
     Raises:
@@ -126,6 +136,7 @@ def _selection(wanted: VariantOptions, sizes: ProblemOptions, features: tuple[st
         passes=(sizes.op,) if "op" in given else tuple(Pass),
         head_dim=sizes.head_dim,
         is_quick=quick,
+        jobs=jobs,
     )
 
 

@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
+from rich.progress import Progress, TimeElapsedColumn
 
 from autoflash.cli.options import Common
-from autoflash.cli.output import Column, number, print_json, print_table
+from autoflash.cli.output import Column, markdown_table, number, print_json, print_table
 from autoflash.cli.records import first_line
+from autoflash.deploy.export import write_table
 from autoflash.device import Device
 from autoflash.dispatch.buckets import cell_of
 from autoflash.evaluate.accuracy import BACKENDS, PLAIN, Accuracy, Errors, accuracy, accuracy_cases
+from autoflash.evaluate.worker import Failure, Worker
+from autoflash.evaluate.worker_pool import WorkerPool
 from autoflash.keys import Json
 from autoflash.problem import DType, Feature, Form, Mask, MaskTensor, Pass, Problem
 from autoflash.runtime.bind import bind
+from autoflash.runtime.probe import environment
 from autoflash.space import catalog
 from autoflash.space.catalog import SearchSpace
 from autoflash.variant import Choices, Family, Variant
 
+# Compiling what is verified, too.
+_TIMEOUT_S = 600.0
 # Three of the usual blocks.
 _SEQLEN = 384
 
@@ -54,6 +63,7 @@ class Selection:
         dtypes, passes: At least one each.
         head_dim: Of all problems.
         is_quick: Only the default structure of each family, and the irregular case.
+        jobs: Processes that share the device, in which a kernel may crash or hang; None for this one.
     """
 
     family: Family | None
@@ -62,6 +72,7 @@ class Selection:
     passes: tuple[Pass, ...]
     head_dim: int
     is_quick: bool
+    jobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,20 +98,42 @@ class Row:
         return self.has_raised or any(one.gate > 1.0 for one in self.results)
 
 
-def verify_all(common: Common, device: Device, selection: Selection) -> None:
-    """Measure and print; exit code 1 if the gate rejects a kernel."""
+def verify_all(common: Common, device: Device, selection: Selection, out: Path | None = None) -> None:
+    """Measure and print, and write the table to a file; exit code 1 if the gate rejects a kernel."""
     kernels = list(_kernels(device, selection))
     rows = []
-    with common.progress.status("verifying") as status:
-        for done, (problem, variant) in enumerate(kernels):
-            status.update(f"verifying {done + 1} of {len(kernels)}: {_name(problem)}, {variant}")
-            rows.append(_measure(problem, variant, device, selection.is_quick))
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=common.progress) as progress:
+        task = progress.add_task("verifying", total=len(kernels))
+        for row in _measured(kernels, device, selection):
+            rows.append(row)
+            progress.update(task, advance=1, description=f"verifying {_name(row.problem)}")
+    if out is not None:
+        write_table(out, _markdown(rows, device), force=True)
     if common.json:
         print_json([_json(row) for row in rows])
     else:
         print_table(f"{len(rows)} kernels: largest errors against float64", _columns(rows), _cells(rows))
     if any(row.is_wrong for row in rows):
         raise click.exceptions.Exit(1)
+
+
+def _measured(kernels: Sequence[tuple[Problem, Variant]], device: Device, selection: Selection) -> Iterator[Row]:
+    """Rows in the order of the kernels, whichever process is done first."""
+    if selection.jobs is None:
+        yield from (_measure(*kernel, device, selection.is_quick) for kernel in kernels)
+        return
+    with WorkerPool(selection.jobs, name="verify") as pool:
+        futures = [
+            pool.submit(functools.partial(_measure_in, *kernel, device, selection.is_quick)) for kernel in kernels
+        ]
+        yield from (future.result() for future in futures)
+
+
+def _measure_in(problem: Problem, variant: Variant, device: Device, is_quick: bool, worker: Worker) -> Row:
+    found = worker.call(_measure, _TIMEOUT_S, problem, variant, device, is_quick)
+    if isinstance(found, Failure):
+        return Row(problem=problem, variant=variant, reason=found.detail, has_raised=True)
+    return found
 
 
 def structures(space: SearchSpace) -> list[Variant]:
@@ -179,6 +212,19 @@ def _used(rows: Sequence[Row]) -> set[str]:
 def _cells(rows: Sequence[Row]) -> list[list[str]]:
     titles = [column.title for column in _columns(rows)]
     return [[_texts(row).get(title, "-") for title in titles] for row in rows]
+
+
+def _markdown(rows: Sequence[Row], device: Device) -> str:
+    """The table for a repository, with what it was made on and how to make it again."""
+    here = environment(device)
+    on = f"{device.name} ({device.arch}), torch {here.torch}" + (f", Triton {here.triton}" if here.triton else "")
+    wrong = sum(row.is_wrong for row in rows)
+    return (
+        f"# Errors against float64\n\n`autoflash verify --all` on {on}: {len(rows)} kernels, {wrong} wrong.\n\n"
+        "Of each, the output whose error is largest beside that of torch's kernels: the largest absolute error of\n"
+        "ours, of torch's backends and of plain torch operations in the same type; the ratio to the best of those;\n"
+        f"and the worst finding of the gate, above 1 is wrong.\n\n{markdown_table(_columns(rows), _cells(rows))}\n"
+    )
 
 
 def _texts(row: Row) -> dict[str, str]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from types import TracebackType
 
 from autoflash.device import Device
 from autoflash.evaluate.grid import Case, reduced_seqlen
 from autoflash.evaluate.inputs import Memory
-from autoflash.evaluate.worker import Failure, Worker, WorkerClosedError
+from autoflash.evaluate.worker import Failure, Worker
+from autoflash.evaluate.worker_pool import WorkerPool
 from autoflash.problem import Problem
 from autoflash.runtime.compile import CompileOutcome, compile_variant
 from autoflash.trial import Status
@@ -36,12 +36,8 @@ class CompilePool:
     def __init__(self, processes: int | None = None, *, timeout_s: float = _TIMEOUT_S) -> None:
         self.processes = processes or default_processes()
         self._timeout_s = timeout_s
-        self._threads = ThreadPoolExecutor(max_workers=self.processes, thread_name_prefix="compile")
-        self._local = threading.local()
-        self._workers: list[Worker] = []
+        self._pool = WorkerPool(self.processes, name="compile")
         self._known: dict[tuple[Problem, Variant, Device, int, bool], Future[CompileOutcome]] = {}
-        self._lock = threading.Lock()
-        self._closed = False
 
     def __enter__(self) -> CompilePool:
         return self
@@ -67,7 +63,7 @@ class CompilePool:
         )
         key = (like, variant, device, scale_sign, problem.diagonal >= 0)
         if key not in self._known or self._known[key].cancelled():
-            self._known[key] = self._threads.submit(self._compile, problem, variant, device, scale_sign)
+            self._known[key] = self._pool.submit(functools.partial(self._compile, problem, variant, device, scale_sign))
         return self._known[key]
 
     def prepare(self, cases: Iterable[Case], variant: Variant, device: Device) -> Callable[[], None]:
@@ -87,37 +83,16 @@ class CompilePool:
 
     def close(self) -> None:
         """Forget what waits, kill what runs."""
-        with self._lock:
-            self._closed = True
-            workers = list(self._workers)
-        self._threads.shutdown(wait=False, cancel_futures=True)
-        for worker in workers:
-            worker.interrupt()
-        self._threads.shutdown(wait=True)
-        for worker in workers:
-            worker.close()
+        self._pool.close()
 
-    def _compile(self, problem: Problem, variant: Variant, device: Device, scale_sign: int) -> CompileOutcome:
-        worker = self._worker()
-        try:
-            outcome = worker.call(compile_variant, self._timeout_s, problem, variant, device, scale_sign)
-        except WorkerClosedError:
-            raise CancelledError from None
+    def _compile(
+        self, problem: Problem, variant: Variant, device: Device, scale_sign: int, worker: Worker
+    ) -> CompileOutcome:
+        outcome = worker.call(compile_variant, self._timeout_s, problem, variant, device, scale_sign)
         if isinstance(outcome, Failure):
             status = Status.COMPILE if outcome.status is Status.RUNTIME else outcome.status
             return CompileOutcome(status=status, detail=outcome.detail)
         return outcome
-
-    def _worker(self) -> Worker:
-        """The process of this thread."""
-        worker: Worker | None = getattr(self._local, "worker", None)
-        if worker is None:
-            worker = self._local.worker = Worker()
-            with self._lock:
-                if self._closed:
-                    raise CancelledError
-                self._workers.append(worker)
-        return worker
 
 
 def _wait_for(futures: Sequence[Future[CompileOutcome]]) -> None:

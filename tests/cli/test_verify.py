@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +9,10 @@ import pytest
 from autoflash.cli.application import main
 from autoflash.cli.verify_all import structures
 from autoflash.dispatch.buckets import cell_of
+from autoflash.evaluate.worker import Failure, Worker
 from autoflash.problem import DType
 from autoflash.space import catalog
-from autoflash.trial import Level
+from autoflash.trial import Level, Status
 from autoflash.variant import Family
 from tests.cli.conftest import Filled
 from tests.evaluate.candidates import Fails, Kernel
@@ -165,6 +167,41 @@ def test_a_kernel_that_raises_does_not_end_all(
     text = capsys.readouterr().out
     assert text.count("RuntimeError: an illegal memory access") == 2
     assert text.count("WRONG") == 2
+
+
+QUICK = ["--all", "--quick", "--pass", "forward", "--dtype", "fp32"]
+
+
+def test_processes_find_what_one_finds_and_the_table_is_written(run_json: Callable[..., Any], tmp_path: Path) -> None:
+    few = [*QUICK, "--feature", "full", "--feature", "causal"]
+    file = tmp_path / "errors.md"
+
+    rows = run_json("verify", *few, "--jobs", "2", "--out", str(file))
+
+    assert rows == run_json("verify", *few)
+    head, _, table = file.read_text().partition("\n\n| ")
+    assert f"{len(rows)} kernels, 0 wrong" in head
+    assert table.count("torch_tiled") == len(rows)
+
+
+def test_a_kernel_that_takes_its_process_with_it_is_a_row_of_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def killed(self: Worker, function: object, timeout_s: float, *arguments: object) -> Failure:
+        return Failure(status=Status.RUNTIME, detail="the worker was killed by SIGSEGV")
+
+    monkeypatch.setattr(Worker, "call", killed)
+
+    assert main(["verify", "--device", "cpu", *QUICK, "--feature", "full", "--jobs", "1"]) == 1
+
+    assert "killed by SIGSEGV" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", [["--jobs", "2"], ["--out", "errors.md"]])
+def test_options_of_all_alone_are_refused_without_it(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "cpu", *option]) == 2
+
+    assert "--all" in capsys.readouterr().err
 
 
 def test_every_structure_of_the_triton_family_has_one_variant() -> None:

@@ -73,7 +73,7 @@ def test_portable_and_vendor_variants_start_no_process(pool: CompilePool) -> Non
     ]
 
     assert [outcome.done() for outcome in outcomes] == [True, True]
-    assert pool._workers == []
+    assert pool._pool._workers == []
 
 
 def test_closing_ends_what_runs_and_forgets_what_waits(pool: CompilePool) -> None:
