@@ -7,15 +7,18 @@ import re
 
 import pytest
 
+from autoflash import paths
 from autoflash.codegen.render import render
+from autoflash.deploy.shipped import read_shipped
 from autoflash.device import CROSS_TARGETS
+from autoflash.dispatch.buckets import problem_of
 from autoflash.problem import Form, Mask, Pass, Problem
 from autoflash.runtime import gluon_plan
 from autoflash.runtime.compile import compile_variant
 from autoflash.runtime.launch import KernelPlan, compile_kernel
 from autoflash.runtime.load import load
 from autoflash.runtime.probe import triton_version
-from autoflash.trial import Status
+from autoflash.trial import Decision, Status
 from autoflash.variant import Family, Variant
 from tests.compile.assembler import assembler_says
 from tests.factories import make_problem, make_variant
@@ -39,7 +42,9 @@ def assert_tight(problem: Problem, variant: Variant, plan: KernelPlan, registers
     ptx = assembly(problem, variant, plan)
     said = assembler_says(ptx)
 
-    assert registers <= {int(number) for number in re.findall(r"setmaxnreg\S*\s+(\d+)", ptx)}
+    reallocated = {int(number) for number in re.findall(r"setmaxnreg\S*\s+(\d+)", ptx)}
+    assert reallocated
+    assert registers <= reallocated
     assert not re.findall(r"C75\d\d", said), said
     spilled = re.search(r"(\d+) bytes spill stores", said)
     assert spilled is not None
@@ -79,6 +84,29 @@ def test_backward_keeps_its_registers(head_dim: int, mask: Mask, block_m: int) -
 
     spill_bytes = 16 if triton_version().startswith("3.6") else 128
     assert_tight(problem, variant, main, {240, 24}, spill_bytes)
+
+
+def shipped_winners() -> list[Decision]:
+    """One decision for each kernel of the family that a shipped row puts first; types of two bytes compile alike."""
+    winners = {
+        (Form.of(decision.cell), decision.cell.head_dim, decision.choices[0].variant): decision
+        for decision in read_shipped(paths.tuning_db_dir())
+        if decision.choices[0].variant.family is Family.GLUON_SM90
+    }
+    return list(winners.values())
+
+
+@pytest.mark.skipif(
+    not triton_version().startswith("3.6"), reason="shipped rows hold for the Triton they were timed with"
+)
+@pytest.mark.parametrize("decision", shipped_winners(), ids=lambda decision: str(decision.cell).replace("/", "-"))
+def test_every_shipped_winner_keeps_its_registers(decision: Decision) -> None:
+    problem, variant = problem_of(decision.cell, H200), decision.choices[0].variant
+    is_forward = problem.op is Pass.FORWARD
+
+    plan = gluon_plan.forward_plan(problem, variant) if is_forward else gluon_plan.backward_plans(problem, variant)[1]
+
+    assert_tight(problem, variant, plan, set(), 0 if is_forward else 16)
 
 
 def test_other_architectures_are_refused_before_anything_is_compiled() -> None:
