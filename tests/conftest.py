@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Tests run side by side, and start processes that compute: more threads than cores only wait for each other.
@@ -27,6 +28,15 @@ def _private_files(tmp_path: Path, cache_folder: Path, monkeypatch: pytest.Monke
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AUTOFLASH_DB", str(tmp_path / "autoflash" / "tuning.sqlite"))
     monkeypatch.setenv("AUTOFLASH_CACHE_DIR", str(cache_folder))
+
+
+@pytest.fixture(autouse=True)
+def _shared_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test gives a GPU's memory back: those that run beside it need some too."""
+    yield
+    if request.node.get_closest_marker("gpu") is not None and torch.cuda.is_initialized():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(autouse=True)
