@@ -25,6 +25,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +158,12 @@ class Worker:
     module: types.ModuleType
 
     @classmethod
-    def start(cls, device: str) -> None:
-        """Load the tests, once a process."""
+    def start(cls, device: str, started: Synchronized[int]) -> None:
+        """Load the tests, once a process; processes take the GPUs that there are in turn."""
+        if device == "cuda":
+            with started:
+                number, started.value = started.value, started.value + 1
+            torch.cuda.set_device(number % torch.cuda.device_count())
         cls.module = load(fetch(), device)
 
     @classmethod
@@ -171,7 +176,7 @@ def outcomes(chosen: list[Case], device: str, jobs: int) -> Iterator[tuple[Case,
     """Run cases in several processes, in the order in which they end; what finds no memory beside others goes alone."""
     context = multiprocessing.get_context("spawn")
     crowded = []
-    with ProcessPoolExecutor(jobs, context, Worker.start, (device,)) as pool:
+    with ProcessPoolExecutor(jobs, context, Worker.start, (device, context.Value("i", 0))) as pool:
         running = {pool.submit(Worker.run, case): case for case in chosen}
         for future in as_completed(running):
             outcome = future.result()
@@ -188,7 +193,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1, help="processes that share the device")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, spread over the GPUs")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--list", type=Path, help="write the cases with their outcomes here")
     parser.add_argument("--quiet", action="store_true", help="print no progress")
