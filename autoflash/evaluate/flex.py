@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from autoflash.errors import NoKernelError
-from autoflash.problem import Alignment, MaskTensor, Pass, Problem
+from autoflash.problem import Alignment, Feature, MaskTensor, Pass, Problem
 from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
 from autoflash.runtime.vendor import KeptGraph
 from autoflash.trial import Resources
@@ -22,6 +22,9 @@ FLEX = Variant(family=Family.VENDOR, structure=Choices(backend="flex"), config=C
 
 _Modifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 _Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+# Whatever comes to be a feature is refused until it is written here.
+_ABLE = (Feature.VARLEN, Feature.SOFTCAP, Feature.FLOAT_MASK, Feature.BOOL_MASK, Feature.WINDOW)
 
 # One kernel is compiled for each shape, as somebody who measures it would have it; torch stops at eight by default.
 _MOST_COMPILED = 10_000
@@ -49,8 +52,9 @@ class FlexAttention:
         """What it cannot do; None if it can run the problem."""
         if problem.is_empty:
             return "there is no query or no key"
-        if problem.dropout_p:
-            return "flex_attention has no dropout"
+        unable = [feature.value for feature in problem.features if feature not in _ABLE]
+        if unable:
+            return f"flex_attention is not asked for {unable[0]}"
         if problem.op is Pass.BACKWARD and problem.deterministic:
             return "the backward of flex_attention is not deterministic"
         if self._compiled and tensors and not tensors[0].is_cuda:

@@ -58,7 +58,7 @@ def test_it_computes_what_a_verified_kernel_computes(form: str) -> None:
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
-        (problem_of(Pass.FORWARD, dropout_p=0.1), "no dropout"),
+        (problem_of(Pass.FORWARD, dropout_p=0.1), "not asked for dropout"),
         (problem_of(Pass.BACKWARD, deterministic=True), "not deterministic"),
         (problem_of(Pass.FORWARD, seqlen_k=0), "no query or no key"),
         (problem_of(Pass.FORWARD), "compared on GPUs"),
