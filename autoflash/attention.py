@@ -16,6 +16,7 @@ from autoflash.arguments import (
     check_cu_seqlens,
     check_layout,
     check_tensors,
+    checked_bias,
     checked_sinks,
     draw_rng,
     dropout_of,
@@ -53,7 +54,7 @@ def attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     mask: Tensor | None = None,
-    bias: object = None,
+    bias: Tensor | None = None,
     alibi_slopes: object = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -68,8 +69,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention by the best kernel that is known for this device.
 
-    softmax(query @ key^T * scale + mask) @ value, exactly. A query that sees no key gives 0, an LSE of -inf (or its
-    head's sink) and no gradient. Where several arguments hide keys, a key takes part that none of them hides.
+    softmax(query @ key^T * scale + bias + mask) @ value, exactly. A query that sees no key gives 0, an LSE of -inf (or
+    its head's sink) and no gradient. Where several arguments hide keys, a key takes part that none of them hides.
     Differentiable once, in eager mode and under ``torch.compile``.
 
     Args:
@@ -83,9 +84,10 @@ def attention(
         mask: Broadcastable to (B, H, M, N), whatever the layout of the others. bool: True takes part (so it is in
             torch's function too, and the contrary in torch.nn.MultiheadAttention). float16, bfloat16 or float32: added
             to the scores, after the softcap; it gets no gradient.
-        bias: Not built yet, as are ``alibi_slopes``, ``score_mod`` and ``score_params``: setting one raises
-            UnsupportedError.
-        alibi_slopes: Not built yet.
+        bias: Broadcastable to (B, H, M, N) likewise, in float16, bfloat16 or float32, whatever the type of the others:
+            added to the scores as a mask is, with a gradient, in its own type and shape. What is broadcast is never
+            copied, and its gradient is summed up in float32; an expanded tensor gets one of its expanded shape.
+        alibi_slopes: Not built yet, as are ``score_mod`` and ``score_params``: setting one raises UnsupportedError.
         softcap: Scores become softcap * tanh(score / softcap); None or 0 leaves them alone.
         sinks: A score of each query head that has no key, [H], in any floating dtype: the probabilities of a row and
             that of its sink add up to 1, and the LSE contains it. It has a gradient.
@@ -109,9 +111,10 @@ def attention(
         UnsupportedError: (a NotImplementedError) for an argument that is not built yet, by name.
         NoKernelError: (a RuntimeError) where no kernel may run, as an unloaded one in a CUDA-graph capture.
     """
-    if bias is not None or alibi_slopes is not None or score_mod is not None or score_params is not None:
-        refuse_unbuilt(bias=bias, alibi_slopes=alibi_slopes, score_mod=score_mod, score_params=score_params)
-    is_plain = window is None and mask is None and softcap is None and sinks is None and dropout_p == 0.0
+    if alibi_slopes is not None or score_mod is not None or score_params is not None:
+        refuse_unbuilt(alibi_slopes=alibi_slopes, score_mod=score_mod, score_params=score_params)
+    is_plain = window is None and mask is None and softcap is None and dropout_p == 0.0
+    is_plain = is_plain and bias is None and sinks is None
     if not is_plain or _is_autocast_on() or _is_special(query, key, value):
         return _in_full(
             query,
@@ -120,6 +123,7 @@ def attention(
             causal=causal,
             window=window,
             mask=mask,
+            bias=bias,
             softcap=softcap,
             sinks=sinks,
             dropout_p=dropout_p,
@@ -245,6 +249,7 @@ def _in_full(
     causal: bool | str,
     window: object,
     mask: object,
+    bias: object,
     softcap: object,
     sinks: object,
     dropout_p: object,
@@ -261,11 +266,12 @@ def _in_full(
     q, k, v = heads_first(query, key, value, layout)
     dropout = dropout_of(dropout_p)
     extras = NO_EXTRAS
-    if mask is not None or sinks is not None or dropout:
+    if mask is not None or bias is not None or sinks is not None or dropout:
         extras = Extras(
             mask=None if mask is None else expanded_mask(mask, q, k),
             rng=draw_rng(q) if dropout else None,
             sinks=None if sinks is None else checked_sinks(sinks, q),
+            bias=None if bias is None else checked_bias(bias, q, k),
         )
     out, lse = _run(
         q,
@@ -322,6 +328,7 @@ def _run(
         training,
         window=window,
         softcap=softcap,
+        bias_gradient=asks_for_bias(extras),
         dropout_p=dropout_p,
         sequences=extras.sequences,
         longest=longest,
@@ -336,13 +343,20 @@ def _run(
 
 def asks_for_gradients(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> bool:
     """Whether autograd will want the gradient of one of these tensors."""
-    terms = (extras.sinks,)
+    terms = (extras.sinks, extras.bias)
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, *terms))
+
+
+def asks_for_bias(extras: Extras) -> bool:
+    """Whether autograd will want the gradient of the bias."""
+    return torch.is_grad_enabled() and extras.bias is not None and extras.bias.requires_grad
 
 
 def call_key_of(q: Tensor, k: Tensor, v: Tensor, options: Options, extras: Extras) -> tuple[object, ...]:
     """What the prepared call of a featured problem is kept under, for tensors of layout [B, H, S, D]."""
-    return call_key(q, k, v, options, layout_of(extras.mask), wants_tf32(q))
+    return call_key(
+        q, k, v, options, layout_of(extras.mask), layout_of(extras.bias), extras.sinks is None, wants_tf32(q)
+    )
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -410,6 +424,7 @@ def options_of(
     *,
     window: tuple[int, int] = (UNBOUNDED, UNBOUNDED),
     softcap: float = 0.0,
+    bias_gradient: bool = False,
     dropout_p: float = 0.0,
     sequences: int | None = None,
     longest: tuple[int, int] = (0, 0),
@@ -425,6 +440,7 @@ def options_of(
         window_left=window[0],
         window_right=window[1],
         softcap=softcap,
+        bias_gradient=bias_gradient,
         dropout_p=dropout_p,
         sequences=sequences,
         longest_q=longest[0],

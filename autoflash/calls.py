@@ -6,6 +6,7 @@ a later call costs one dictionary lookup.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -212,10 +213,7 @@ def terms_of(extras: Extras, wanted: Sequence[bool]) -> TermGradients:
     """Gradients to be written of those extras that are wanted, in the order of the extras."""
     if not any(wanted):
         return NO_TERMS
-    asked = {name for name, is_wanted in zip(Extras._fields, wanted, strict=True) if is_wanted}
-    return TermGradients(
-        *(torch.empty_like(getattr(extras, name)) if name in asked else None for name in TermGradients._fields)
-    )
+    return TermGradients.unwritten(extras, list(itertools.compress(Extras._fields, wanted)))
 
 
 def _in_places(terms: TermGradients, made: Sequence[Tensor]) -> tuple[Tensor | None, ...]:

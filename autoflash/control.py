@@ -15,6 +15,7 @@ from autoflash.arguments import (
     Options,
     check_layout,
     check_tensors,
+    checked_bias,
     checked_sinks,
     dropout_of,
     expanded_mask,
@@ -25,6 +26,7 @@ from autoflash.arguments import (
     window_of,
 )
 from autoflash.attention import (
+    asks_for_bias,
     asks_for_gradients,
     attention,
     attention_varlen,
@@ -56,6 +58,7 @@ def explain(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -81,6 +84,7 @@ def explain(
         causal: See there.
         window: See there.
         mask: See there.
+        bias: See there.
         softcap: See there.
         sinks: See there.
         dropout_p: See there.
@@ -101,7 +105,7 @@ def explain(
     refuse_unbuilt(**unbuilt)
     query, key, value = autocast(query, key, value) or (query, key, value)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        _refuse_mask(mask)
+        _refuse_added(mask, bias)
         check_tensors(query, key, value, "thd")
         extras = packed_extras(query, key, cu_seqlens_q, cu_seqlens_k)
         q, k, v = packed(query, key, value)
@@ -110,6 +114,8 @@ def explain(
         check_tensors(query, key, value, layout)
         q, k, v = heads_first(query, key, value, layout)
         extras = NO_EXTRAS if mask is None else Extras(mask=expanded_mask(mask, q, k))
+        if bias is not None:
+            extras = extras._replace(bias=checked_bias(bias, q, k))
     if sinks is not None:
         extras = extras._replace(sinks=checked_sinks(sinks, q))
     training = asks_for_gradients(q, k, v, extras)
@@ -125,6 +131,7 @@ def explain(
         training,
         window=window_of(window),
         softcap=softcap_of(softcap),
+        bias_gradient=asks_for_bias(extras),
         dropout_p=dropout_of(dropout_p),
         sequences=extras.sequences,
         longest=longest_of(max_seqlen_q, max_seqlen_k),
@@ -154,6 +161,7 @@ def warmup(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -178,10 +186,12 @@ def warmup(
         value: Likewise, [B, H_KV, N, D_V]; None is as key.
         dtype: For shapes.
         device: For shapes; None is the current GPU, or the CPU where there is none.
-        backward: Also the backward pass. Calls with and without gradients are warmed up apart.
+        backward: Also the backward pass. Calls with and without gradients are warmed up apart; so are those with and
+            without a gradient of ``bias``, which it has where it requires one.
         causal: As for :func:`attention`, like all that follow.
         window: See there.
         mask: See there.
+        bias: See there.
         softcap: See there.
         sinks: See there.
         dropout_p: See there.
@@ -216,11 +226,11 @@ def warmup(
     }
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if is_packed:
-        _refuse_mask(mask)
+        _refuse_added(mask, bias)
         common |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         common |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     else:
-        common |= {"mask": mask, "layout": layout}
+        common |= {"mask": mask, "bias": bias, "layout": layout}
     call = attention_varlen if is_packed else attention
     with torch.set_grad_enabled(backward), torch.random.fork_rng(enabled=dropout_p != 0.0):
         result = call(*tensors, **common)
@@ -268,9 +278,10 @@ def forget() -> None:
     CALLS.reset()
 
 
-def _refuse_mask(mask: Tensor | None) -> None:
-    if mask is not None:
-        raise InvalidProblemError("packed sequences have no mask: leave mask out")
+def _refuse_added(mask: Tensor | None, bias: Tensor | None) -> None:
+    for name, tensor in (("mask", mask), ("bias", bias)):
+        if tensor is not None:
+            raise InvalidProblemError(f"packed sequences have no {name}: leave {name} out")
 
 
 def _explain_pass(

@@ -6,6 +6,7 @@ Eager calls do not come here: they go straight to the prepared calls, which are 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,8 +28,8 @@ _OPTIONS = (
     "SymInt window_right, float softcap, float dropout_p, SymInt longest_q, SymInt longest_k"
 )
 _INPUTS = "Tensor query, Tensor key, Tensor value"
-_EXTRAS = "Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng, Tensor? sinks"
-_WANTED = "bool sinks_gradient"
+_EXTRAS = "Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng, Tensor? sinks, Tensor? bias"
+_WANTED = "bool sinks_gradient, bool bias_gradient"
 
 # torch leaves Library untyped.
 _library: Any = torch.library.Library("autoflash", "DEF")  # type: ignore[no-untyped-call]
@@ -82,14 +83,17 @@ def _gradients(query: Tensor, key: Tensor, value: Tensor) -> Triple:
 
 
 def layout_of(mask: Tensor | None) -> tuple[object, ...] | None:
-    """What a prepared call depends on of a mask."""
-    return None if mask is None else (mask.dtype, mask.stride())
+    """What a prepared call depends on of a mask or a bias."""
+    return None if mask is None else (mask.dtype, mask.shape, mask.stride(), mask.data_ptr() % 16)
 
 
-def _prepared(query: Tensor, key: Tensor, value: Tensor, extras: Extras, *options: Any) -> tuple[Prepared, Pair | None]:
+def _prepared(
+    query: Tensor, key: Tensor, value: Tensor, extras: Extras, *options: Any, bias_gradient: bool = False
+) -> tuple[Prepared, Pair | None]:
     """The prepared call, and its results where it had to be made to find it."""
     scale, causal, deterministic, vendor, return_lse, training, left, right, softcap, dropout_p, *longest = options
-    call = call_key(query, key, value, "op", *options, extras.sequences, layout_of(extras.mask))
+    layouts = layout_of(extras.mask), layout_of(extras.bias)
+    call = call_key(query, key, value, "op", *options, extras.sequences, *layouts, extras.sinks is None, bias_gradient)
     known = CALLS.prepared.get(call)
     if known is not None:
         return known, None
@@ -104,6 +108,7 @@ def _prepared(query: Tensor, key: Tensor, value: Tensor, extras: Extras, *option
         window_left=left,
         window_right=right,
         softcap=softcap,
+        bias_gradient=bias_gradient,
         dropout_p=dropout_p,
         sequences=extras.sequences,
         longest_q=longest[0],
@@ -152,10 +157,11 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     with _eager(query.device.type):
         extras, options = _extras(*rest[:_COUNT]), list(rest[_COUNT + _TERMS :])
-        terms = _term_gradients(extras, rest[_COUNT : _COUNT + _TERMS])
+        terms = _wanted_terms(extras, rest)
         # Whatever the forward was told: a gradient is wanted now.
         options[_TRAINING] = True
-        prepared, _ = _prepared(query, key, value, extras, *options)
+        asks_for_bias = terms.bias is not None
+        prepared, _ = _prepared(query, key, value, extras, *options, bias_gradient=asks_for_bias)
         into = _gradients(query, key, value)
         made = prepared.backward(query, key, value, out, lse, dout, dlse, into, extras, terms)
         return (*made, *_all(terms, query))
@@ -168,14 +174,14 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Pair
 def _fake_backward(
     dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    terms = _term_gradients(Extras(*rest[:_COUNT]), rest[_COUNT : _COUNT + _TERMS])
+    terms = _wanted_terms(Extras(*rest[:_COUNT]), rest)
     return (*_gradients(query, key, value), *_all(terms, query))
 
 
-def _term_gradients(extras: Extras, wanted: Sequence[bool]) -> TermGradients:
-    """Gradients to be written of the terms that are wanted, in the order of :class:`TermGradients`."""
-    asked = zip(TermGradients._fields, wanted, strict=True)
-    return TermGradients(*(torch.empty_like(getattr(extras, name)) if is_wanted else None for name, is_wanted in asked))
+def _wanted_terms(extras: Extras, rest: Sequence[Any]) -> TermGradients:
+    """Gradients to be written of the terms that are wanted, as the arguments behind the extras say."""
+    wanted = rest[_COUNT : _COUNT + _TERMS]
+    return TermGradients.unwritten(extras, list(itertools.compress(TermGradients._fields, wanted)))
 
 
 def _all(terms: TermGradients, query: Tensor) -> list[Tensor]:
@@ -265,8 +271,9 @@ def _map(operator: Any, tensors: int) -> Any:
         size = info.batch_size
         extras = Extras(*arguments[tensors : tensors + _COUNT])
         cu_seqlens_q, rng = extras.cu_seqlens_q, extras.rng
-        if extras.sinks is not None:
-            raise UnsupportedError("vmap with sinks is not built: give the mapped dimension to the batch instead")
+        terms = [name for name in TermGradients._fields if getattr(extras, name) is not None]
+        if terms:
+            raise UnsupportedError(f"vmap with {terms[0]} is not built: give the mapped dimension to the batch instead")
         if cu_seqlens_q is not None:
             raise UnsupportedError("vmap of packed sequences is not built: pack more sequences instead")
         if rng is not None:

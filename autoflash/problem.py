@@ -56,6 +56,8 @@ class Feature(str, Enum):
     """Sequences of different lengths, packed one after the other."""
     SOFTCAP = "softcap"
     """Scores become cap * tanh(score / cap)."""
+    BIAS = "bias"
+    """A tensor is added to the scores, and may have a gradient."""
     FLOAT_MASK = "float_mask"
     """A tensor is added to the scores. It has no gradient."""
     BOOL_MASK = "bool_mask"
@@ -66,6 +68,8 @@ class Feature(str, Enum):
     """Each head has a score that takes its share of the softmax, and has no key."""
     DROPOUT = "dropout"
     """Probabilities are dropped at random, and the others scaled up."""
+    BIAS_GRADIENT = "bias_gradient"
+    """The backward also gives the gradient of the bias."""
 
 
 class MaskTensor(str, Enum):
@@ -105,6 +109,8 @@ class Problem:
             has no bound there. A causal mask takes its part as well.
         softcap: Scores become softcap * tanh(score / softcap); 0 leaves them alone.
         mask_tensor: Whether each pair also has an element of a tensor, and of which kind.
+        bias: Each pair has an element of a tensor that is added to its score, and may have a gradient.
+        bias_gradient: The backward gives it. Always False forward.
         sinks: Each head has a score without a key.
         dropout_p: Share of the probabilities that are dropped, 0 <= p < 1.
         packed_q, packed_k: Rows of packed tensors [1, H, T, D], those behind the last sequence included; None where
@@ -128,6 +134,8 @@ class Problem:
     window_right: int | None = None
     softcap: float = 0.0
     mask_tensor: MaskTensor = MaskTensor.NONE
+    bias: bool = False
+    bias_gradient: bool = False
     sinks: bool = False
     dropout_p: float = 0.0
     packed_q: int | None = None
@@ -150,6 +158,7 @@ class Problem:
             object.__setattr__(self, "alignment", Alignment.BOTTOM_RIGHT)
         if self.op is Pass.FORWARD:
             object.__setattr__(self, "deterministic", False)
+            object.__setattr__(self, "bias_gradient", False)
         if self.dtype is not DType.FP32:
             object.__setattr__(self, "tf32", False)
 
@@ -162,6 +171,10 @@ class Problem:
             raise InvalidProblemError("packed_q and packed_k belong together: give both or neither")
         if self.is_varlen and self.mask_tensor is not MaskTensor.NONE:
             raise InvalidProblemError("packed sequences have no mask tensor: leave mask_tensor at none")
+        if self.is_varlen and self.bias:
+            raise InvalidProblemError("packed sequences have no bias: leave it False")
+        if self.bias_gradient and not self.bias:
+            raise InvalidProblemError("bias_gradient needs a bias")
         if not (0.0 <= self.softcap < math.inf):
             raise InvalidProblemError(f"softcap must be a finite number, at least 0, got {self.softcap}")
         if not 0.0 <= self.dropout_p < 1.0:
@@ -188,11 +201,13 @@ class Problem:
         asked = {
             Feature.VARLEN: self.is_varlen,
             Feature.SOFTCAP: self.softcap > 0.0,
+            Feature.BIAS: self.bias,
             Feature.FLOAT_MASK: self.mask_tensor is MaskTensor.FLOAT,
             Feature.BOOL_MASK: self.mask_tensor is MaskTensor.BOOL,
             Feature.WINDOW: self.has_window,
             Feature.SINKS: self.sinks,
             Feature.DROPOUT: self.dropout_p > 0.0,
+            Feature.BIAS_GRADIENT: self.bias_gradient,
         }
         return tuple(feature for feature in Feature if asked[feature])
 
@@ -283,9 +298,10 @@ class Form:
         """The features that kernels look at where they visit a tile of scores.
 
         A forward resolves packed sequences before that. A backward has nothing to do with sinks: they are in the LSE.
+        Gradients of terms are kernels of their own.
         """
-        elsewhere = Feature.VARLEN if self.op is Pass.FORWARD else Feature.SINKS
-        return tuple(feature for feature in self.features if feature is not elsewhere)
+        elsewhere = (Feature.VARLEN if self.op is Pass.FORWARD else Feature.SINKS, Feature.BIAS_GRADIENT)
+        return tuple(feature for feature in self.features if feature not in elsewhere)
 
     def __str__(self) -> str:
         """Short form such as ``forward/causal`` or ``forward/causal+softcap+window``."""

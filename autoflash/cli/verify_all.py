@@ -35,9 +35,11 @@ FORMS: dict[str, dict[str, object]] = {
     Feature.FLOAT_MASK.value: {"mask_tensor": MaskTensor.FLOAT},
     Feature.BOOL_MASK.value: {"mask_tensor": MaskTensor.BOOL},
     Feature.WINDOW.value: _WINDOW,
+    Feature.BIAS.value: {"bias": True},
+    Feature.BIAS_GRADIENT.value: {"bias": True, "bias_gradient": True},
     Feature.SINKS.value: {"sinks": True},
     Feature.DROPOUT.value: {"dropout_p": 0.1},
-    "together": {**_SCORES, "mask_tensor": MaskTensor.FLOAT},
+    "together": {**_SCORES, "mask_tensor": MaskTensor.FLOAT, "bias": True, "bias_gradient": True},
     "together_varlen": {**_SCORES, **_PACKED},
 }
 """What ``--feature`` may name: each mask, each feature, and as many of them as go together."""

@@ -101,6 +101,8 @@ def problem_of(cell: Cell, device: Device) -> Problem:
         window_right=right,
         softcap=_SOFTCAP if Feature.SOFTCAP in cell.features else 0.0,
         mask_tensor=_mask_tensor(cell),
+        bias=Feature.BIAS in cell.features,
+        bias_gradient=Feature.BIAS_GRADIENT in cell.features,
         sinks=Feature.SINKS in cell.features,
         dropout_p=_DROPOUT_P if Feature.DROPOUT in cell.features else 0.0,
         packed_q=batch * seqlen_q if is_varlen else None,

@@ -88,6 +88,8 @@ def term_gradients(
     made = NO_TERMS
     if semantics.sinks is not None:
         made = made._replace(sinks=torch.zeros(q.shape[1], dtype=torch.float64, device=q.device))
+    if semantics.bias is not None:
+        made = made._replace(bias=torch.zeros(semantics.bias.shape, dtype=torch.float64, device=q.device))
     for tile in tiles:
         rows = tile.block.rows
         douts = grouped(dout[:, :, rows].double(), v)
@@ -98,7 +100,17 @@ def term_gradients(
         if made.sinks is not None and tile.sinks is not None:
             share = torch.exp(tile.sinks - tile.lse.masked_fill(tile.lse == -math.inf, math.inf))
             made.sinks.sub_((share * delta).sum(dim=(0, 2, 3)))
+        if made.bias is not None:
+            add_shared(made.bias, tile.p * (dp - delta), tile.block)
     return made
+
+
+def add_shared(total: Tensor, ds: Tensor, block: Block) -> None:
+    """Add what belongs to the scores [B, H, m, N] of a block to a tensor, summed where its sizes are 1."""
+    dims = [dim for dim in range(4) if total.shape[dim] == 1 and ds.shape[dim] != 1]
+    part = ds.sum(dim=dims, keepdim=True) if dims else ds
+    target = total if total.shape[2] == 1 else total[:, :, block.within]
+    target += part
 
 
 def grouped(rows: Tensor, k: Tensor) -> Tensor:

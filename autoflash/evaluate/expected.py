@@ -17,9 +17,9 @@ from autoflash.evaluate.grid import Case
 from autoflash.evaluate.inputs import LOW, Inputs, draw, draw_flat
 from autoflash.evaluate.masks import draw_mask
 from autoflash.evaluate.semantics import Semantics
-from autoflash.evaluate.terms import draw_sinks
-from autoflash.problem import Pass
-from autoflash.runtime.executable import Extras
+from autoflash.evaluate.terms import draw_bias, draw_sinks
+from autoflash.problem import Pass, Problem
+from autoflash.runtime.executable import NO_TERMS, Extras, TermGradients
 
 _MAX_FACTOR, _MAX_FACTOR_WITH_SOFTCAP = 2.0, 3.0
 _MEAN_FACTORS = {torch.float16: 1.1, torch.bfloat16: 1.1, torch.float32: 3.0}
@@ -104,7 +104,7 @@ def expected(case: Case, device: str, has_lse: bool) -> Expected:
             ("dq", "dk", "dv"), right, errors, magnitudes, effects, strict=True
         )
     )
-    limits += _term_limits(inputs, dlse, rounding, semantics, tiles)
+    limits += _term_limits(problem, inputs, dlse, rounding, semantics, tiles, factor)
     return Expected(inputs=inputs, out=out, lse=lse, limits=limits, lse_slack=torch.zeros_like(lse))
 
 
@@ -117,22 +117,34 @@ def _blind(lse: Tensor, tiles: Sequence[exact.Tile]) -> Tensor:
 
 
 def _term_limits(
-    inputs: Inputs, dlse: Tensor | None, rounding: Tensor, semantics: Semantics, tiles: Sequence[exact.Tile]
+    problem: Problem,
+    inputs: Inputs,
+    dlse: Tensor | None,
+    rounding: Tensor,
+    semantics: Semantics,
+    tiles: Sequence[exact.Tile],
+    factor: float,
 ) -> tuple[tuple[str, Limit], ...]:
-    """Limits of the gradients of the terms that the semantics have.
+    """Limits of the gradients of the terms that a problem asks for.
 
     That of sinks is a sum in float32 over what a kernel is given: it errs by the rounding of that alone.
     """
-    q, v, dout = inputs.q, inputs.v, inputs.dout
+    asked = TermGradients.asked_by(problem, inputs.extras)
+    if asked == NO_TERMS:
+        return ()
+    q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     right = exact.term_gradients(q, v, dout, dlse, semantics, tiles)
     effects = exact.term_gradients(q, v, torch.zeros_like(dout), rounding, semantics, tiles)
     magnitudes = yardstick.term_magnitudes(q, v, dout, dlse, semantics, tiles)
+    by_torch = yardstick.plain_term_gradients(q, k, v, dout, dlse, semantics)
     limits = []
-    if right.sinks is not None and effects.sinks is not None and magnitudes.sinks is not None:
-        none, nowhere = torch.zeros_like(right.sinks), torch.zeros_like(right.sinks, dtype=torch.bool)
-        effect = effects.sinks.abs()
-        limit = _limit(right.sinks, none, magnitudes.sinks, nowhere, 1.0, torch.float32, effect)
-        limits.append(("dsinks", limit))
+    for name, made in asked._asdict().items():
+        if made is None:
+            continue
+        formula, effect, terms = (getattr(gradients, name) for gradients in (right, effects, magnitudes))
+        error = torch.zeros_like(formula) if name == "sinks" else (getattr(by_torch, name) - formula).abs()
+        nowhere = torch.zeros_like(formula, dtype=torch.bool)
+        limits.append((f"d{name}", _limit(formula, error, terms, nowhere, factor, made.dtype, effect.abs(), sums=True)))
     return tuple(limits)
 
 
@@ -155,6 +167,7 @@ def draw_case(case: Case, device: str) -> Inputs:
         sinks=draw_sinks(problem, around=LOW if case.low else 0.0, flat=case.flat, device=device)
         if problem.sinks
         else None,
+        bias=None if case.bias is None else draw_bias(problem, case.bias, device=device),
     )
     return dataclasses.replace(inputs, extras=extras)
 
@@ -167,6 +180,8 @@ def _limit(
     factor: float,
     dtype: torch.dtype,
     effect: Tensor | None = None,
+    *,
+    sums: bool = False,
 ) -> Limit:
     """Allowed errors: those of torch math in the same dtype times a factor, and a few roundings of the output.
 
@@ -174,14 +189,15 @@ def _limit(
     that a kernel computes: no kernel can do without that error.
 
     In float32, where right kernels differ by the order of their sums alone and few elements decide the largest error,
-    a few roundings of what is summed are allowed as well (``terms``, as :func:`yardstick.magnitude` gives them).
+    a few roundings of what is summed are allowed as well (``terms``, as :func:`yardstick.magnitude` gives them); and of
+    what is summed in float32, whatever that is rounded to (``sums``).
     """
     rounded = exact.to(dtype).double()
     # Each step is rounded to the output's dtype, but 0.3 itself is not: it differs between devices if torch does it.
     there = (rounded + 0.3).to(dtype).double()
     atol = 2.0 * _largest((there - 0.3).to(dtype).double() - rounded)
-    if dtype is torch.float32:
-        atol += _TERM_ROUNDINGS * torch.finfo(dtype).eps * _largest(terms)
+    if dtype is torch.float32 or sums:
+        atol += _TERM_ROUNDINGS * torch.finfo(torch.float32).eps * _largest(terms)
     # To the type of the inputs it goes with ds, and with the gradient.
     inherited = 1.0 + 2.0 * torch.finfo(dtype).eps
     return Limit(

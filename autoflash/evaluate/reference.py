@@ -1,10 +1,10 @@
 """The specification of attention: what every kernel is compared with. Float64, plain formulas, linear memory.
 
-A score is scale * (q . k); then softcap * tanh(score / softcap); then a float mask is added; then it is hidden where a
-bool mask is False, or the key lies outside the causal mask or the window. Query i stands at position i + Sk - Sq among
-the keys (bottom-right), or at i (top-left). A sink is one more score of a row, without a key: the log-sum-exp contains
-it. A row that sees no key has output 0, log-sum-exp -inf (or its sink) and zero gradients. Dropout comes after the
-softmax; the log-sum-exp knows nothing of it.
+A score is scale * (q . k); then softcap * tanh(score / softcap); then bias and float mask are added; then it is hidden
+where a bool mask is False, or the key lies outside the causal mask or the window. Query i stands at i + Sk - Sq among
+the keys (bottom-right), or at i (top-left). A sink is one more score of a row, without a key: the log-sum-exp
+contains it. A row that sees no key has output 0, log-sum-exp -inf (or its sink) and zero gradients. Dropout comes after
+the softmax; the log-sum-exp knows nothing of it.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ def attention(
     window: Window = ...,
     softcap: float | None = ...,
     mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     rng: Rng | None = ...,
@@ -63,6 +64,7 @@ def attention(
     window: Window = ...,
     softcap: float | None = ...,
     mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     rng: Rng | None = ...,
@@ -78,6 +80,7 @@ def attention(
     window: Window = None,
     softcap: float | None = 0.0,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
@@ -94,6 +97,7 @@ def attention(
         window: How many keys a query sees left and right of its position, both included; None or -1 has no bound.
         softcap: Bound that the scores approach; 0 or None for none.
         mask: Broadcastable to [B, H, M, N]: bool (True takes part), or numbers that are added to the scores.
+        bias: As a mask of numbers, but with a gradient.
         sinks: A score of each head without a key, [H]: it takes its share of the softmax, and is in the log-sum-exp.
         dropout_p: Share of the probabilities that are dropped.
         rng: Seed and offset of the dropout, [2] int64 or two numbers.
@@ -115,6 +119,7 @@ def attention(
         window=window,
         softcap=softcap,
         mask=mask,
+        bias=bias,
         sinks=sinks,
         dropout_p=dropout_p,
         rng=rng,
@@ -135,6 +140,7 @@ def gradients(
     window: Window = None,
     softcap: float | None = 0.0,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
@@ -156,6 +162,7 @@ def gradients(
         window=window,
         softcap=softcap,
         mask=mask,
+        bias=bias,
         sinks=sinks,
         dropout_p=dropout_p,
         rng=rng,
@@ -175,11 +182,12 @@ def term_gradients(
     window: Window = None,
     softcap: float | None = 0.0,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
 ) -> TermGradients:
-    """As :func:`gradients`, by the terms that are given: a tuple with the name of each and None for the others."""
+    """As :func:`gradients`, by the terms that are given: a tuple with the name of each, in its shape; else None."""
     _check(q, k, v)
     semantics = Semantics.of(
         q,
@@ -189,11 +197,13 @@ def term_gradients(
         window=window,
         softcap=softcap,
         mask=mask,
+        bias=bias,
         sinks=sinks,
         dropout_p=dropout_p,
         rng=rng,
     )
-    return exact.term_gradients(q, v, dout, dlse, semantics, exact.tiles(q, k, semantics))
+    made = exact.term_gradients(q, v, dout, dlse, semantics, exact.tiles(q, k, semantics))
+    return made if bias is None or made.bias is None else made._replace(bias=made.bias.view(bias.shape))
 
 
 @overload
@@ -274,6 +284,7 @@ def attention_varlen(
         window=window,
         softcap=softcap,
         mask=None,
+        bias=None,
         sinks=sinks,
         dropout_p=dropout_p,
         rng=rng,
@@ -308,6 +319,7 @@ def gradients_varlen(
         window=window,
         softcap=softcap,
         mask=None,
+        bias=None,
         sinks=sinks,
         dropout_p=dropout_p,
         rng=rng,
@@ -344,6 +356,7 @@ def term_gradients_varlen(
         window=window,
         softcap=softcap,
         mask=None,
+        bias=None,
         sinks=sinks,
         dropout_p=dropout_p,
         rng=rng,
@@ -362,6 +375,7 @@ def plain(
     window: Window = None,
     softcap: float | None = 0.0,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
@@ -380,6 +394,7 @@ def plain(
         window=window,
         softcap=softcap,
         mask=mask,
+        bias=bias,
         sinks=sinks,
         dropout_p=dropout_p,
         rng=rng,

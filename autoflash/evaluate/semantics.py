@@ -62,6 +62,7 @@ class Semantics:
             causal mask.
         softcap: Scores become softcap * tanh(score / softcap); 0 leaves them alone.
         mask: [B, H, M, N], bool (True takes part) or added to the scores; None for none.
+        bias: Added to the scores, of rank 4: each size is that of [B, H, M, N] or 1; None for none.
         sinks: A score of each head without a key, [H]; None for none.
         dropout_p: Share of the probabilities that are dropped.
         rng: Seed and offset of the dropout.
@@ -74,6 +75,7 @@ class Semantics:
     right: int | None = None
     softcap: float = 0.0
     mask: Tensor | None = None
+    bias: Tensor | None = None
     sinks: Tensor | None = None
     dropout_p: float = 0.0
     rng: Rng = (0, 0)
@@ -93,25 +95,23 @@ class Semantics:
         mask: Tensor | None,
         dropout_p: float,
         rng: Rng | None,
+        bias: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Semantics:
         """From the arguments of :func:`autoflash.evaluate.reference.attention`.
 
         Raises:
-            InvalidProblemError: for a mask or sinks that do not fit q and k, a dropout without seed and offset, or a
-                negative window.
+            InvalidProblemError: for a mask, a bias or sinks that do not fit q and k, a dropout without seed and
+                offset, or a negative window.
             ValueError: if ``causal`` names no alignment.
         """
         if dropout_p and rng is None:
             raise InvalidProblemError("dropout needs rng: a seed and an offset")
+        shape = (*q.shape[:3], k.shape[2])
         if mask is not None:
-            try:
-                mask = mask.expand(*q.shape[:3], k.shape[2])
-            except RuntimeError:
-                wanted = [*q.shape[:3], k.shape[2]]
-                raise InvalidProblemError(
-                    f"mask must be broadcastable to [B, H, M, N] = {wanted}, got {list(mask.shape)}"
-                ) from None
+            mask = _of_rank_4("mask", mask, shape).expand(shape)
+        if bias is not None:
+            bias = _of_rank_4("bias", bias, shape)
         if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
             raise InvalidProblemError(f"sinks must have shape [H] = [{q.shape[1]}], got {list(sinks.shape)}")
         left, right = (None if bound == -1 else bound for bound in window or (None, None))
@@ -124,6 +124,7 @@ class Semantics:
             right=0 if causal else right,
             softcap=softcap or 0.0,
             mask=mask,
+            bias=bias,
             sinks=sinks,
             dropout_p=dropout_p,
             rng=(0, 0) if rng is None else rng,
@@ -139,6 +140,7 @@ class Semantics:
             right=0 if problem.causal else problem.window_right,
             softcap=problem.softcap,
             mask=extras.mask,
+            bias=extras.bias,
             sinks=extras.sinks,
             dropout_p=problem.dropout_p,
             rng=(0, 0) if extras.rng is None else extras.rng,
@@ -193,6 +195,9 @@ class Semantics:
             mask = self.mask[:, :, block.within]
             masked = ~mask if mask.dtype is torch.bool else mask == -math.inf
             hidden = masked if hidden is None else hidden | masked
+        if self.bias is not None:
+            masked = self._bias_of(block) == -math.inf
+            hidden = masked if hidden is None else hidden | masked
         return hidden
 
     def scores(self, products: Tensor, block: Block) -> Tensor:
@@ -200,10 +205,18 @@ class Semantics:
         s = products * self.scale
         if self.softcap:
             s = self.softcap * torch.tanh(s / self.softcap)
+        if self.bias is not None:
+            bias = self._bias_of(block)
+            s = (s + bias.masked_fill(bias == -math.inf, 0.0)).to(s.dtype)
         if self.mask is not None and self.mask.dtype is not torch.bool:
             mask = self.mask[:, :, block.within]
             s = (s + mask.masked_fill(mask == -math.inf, 0.0)).to(s.dtype)
         return s
+
+    def _bias_of(self, block: Block) -> Tensor:
+        """The bias of a block's rows, broadcastable to [B, H, m, N]."""
+        assert self.bias is not None
+        return self.bias if self.bias.shape[2] == 1 else self.bias[:, :, block.within]
 
     def slope(self, products: Tensor) -> Tensor | float:
         """Derivative of the scores by the products times scale."""
@@ -222,3 +235,13 @@ class Semantics:
             self.rng, self.dropout_p, batch, heads, block.within, keys, q.device, first_batch=block.sequence
         )
         return keep.double() / (1.0 - self.dropout_p)
+
+
+def _of_rank_4(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A view of rank 4 that can be broadcast to [B, H, M, N]."""
+    sizes = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
+    if len(sizes) > 4 or any(size not in (1, full) for size, full in zip(sizes, shape, strict=True)):
+        raise InvalidProblemError(
+            f"{name} must be broadcastable to [B, H, M, N] = {list(shape)}, got {list(tensor.shape)}"
+        )
+    return tensor[(None,) * (4 - tensor.dim())]

@@ -212,7 +212,8 @@ def _place_inputs(executable: Executable, case: Case, wanted: Expected) -> dict[
     }
     for name, tensor in values.extras._asdict().items():
         if tensor is not None:
-            placed[name] = Guarded(tensor, case.mask.memory if name == "mask" and case.mask else Memory.DENSE)
+            form = {"mask": case.mask, "bias": case.bias}.get(name)
+            placed[name] = Guarded(tensor, Memory.DENSE if form is None else form.memory)
     if case.problem.op is Pass.BACKWARD:
         placed["out"] = Guarded(wanted.out.to(values.q.dtype), memory)
         placed["lse"] = Guarded(wanted.lse.float(), Memory.DENSE)
@@ -230,7 +231,7 @@ def _place_outputs(executable: Executable, case: Case, wanted: Expected) -> dict
     if case.problem.op is Pass.BACKWARD:
         models = {"dq": values.q, "dk": values.k, "dv": values.v}
         placed = {name: Guarded.unwritten(model, memory) for name, model in models.items()}
-        terms = TermGradients.unwritten(case.problem, values.extras)._asdict()
+        terms = TermGradients.asked_by(case.problem, values.extras)._asdict()
         wanted_terms = {f"d{name}": term for name, term in terms.items() if term is not None}
         return placed | {name: Guarded.unwritten(term, Memory.DENSE) for name, term in wanted_terms.items()}
     return {
@@ -251,7 +252,7 @@ def _launch(
         results = forward(q, k, v, out=written.get("out"), lse=written.get("lse"), extras=extras)
         return dict(zip(("out", "lse"), results, strict=True))
     out, dout = given["out"], given["dout"]
-    terms = TermGradients.unwritten(case.problem, extras)
+    terms = TermGradients.asked_by(case.problem, extras)
     terms = TermGradients(**{name: written.get(f"d{name}", term) for name, term in terms._asdict().items()})
     backward = executable.prepare_backward(case.problem, q, k, v, out, dout, case.score_scale, extras)
     grads = backward(

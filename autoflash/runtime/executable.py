@@ -7,9 +7,9 @@ timed is what runs. Tensors are always views of layout [B, H, S, D]; their strid
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from autoflash.problem import Problem
@@ -28,6 +28,8 @@ class Extras(NamedTuple):
         cu_seqlens_q, cu_seqlens_k: Where packed sequences begin, and the end of the last: [B + 1], int32, contiguous.
         rng: Seed and offset of the dropout, [2], int64, contiguous, on the device.
         sinks: A score of each head without a key, [H], float32, contiguous.
+        bias: Added to the scores after the softcap, fp16, bf16 or fp32; of rank 4, and not expanded: each size is that
+            of [B, H, M, N], or 1.
     """
 
     mask: Tensor | None = None
@@ -35,6 +37,7 @@ class Extras(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     rng: Tensor | None = None
     sinks: Tensor | None = None
+    bias: Tensor | None = None
 
     @property
     def sequences(self) -> int | None:
@@ -50,17 +53,23 @@ class TermGradients(NamedTuple):
 
     Attributes:
         sinks: [H], float32, contiguous.
+        bias: Of the bias' shape and type, contiguous: summed over what it is broadcast over.
     """
 
     sinks: Tensor | None = None
+    bias: Tensor | None = None
 
     @classmethod
-    def unwritten(cls, problem: Problem, extras: Extras) -> TermGradients:
+    def unwritten(cls, extras: Extras, names: Container[str]) -> TermGradients:
+        """Gradients of the terms of these names, to be written."""
+        terms = {name: getattr(extras, name) for name in cls._fields if name in names}
+        return cls(**{name: term.new_empty(term.shape) for name, term in terms.items()})
+
+    @classmethod
+    def asked_by(cls, problem: Problem, extras: Extras) -> TermGradients:
         """All that a problem may ask for, to be written."""
-        made = NO_TERMS
-        if problem.sinks and extras.sinks is not None:
-            made = made._replace(sinks=torch.empty_like(extras.sinks))
-        return made
+        asked = {"sinks": problem.sinks, "bias": problem.bias_gradient}
+        return cls.unwritten(extras, [name for name, is_asked in asked.items() if is_asked])
 
 
 NO_TERMS = TermGradients()

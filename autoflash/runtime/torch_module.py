@@ -32,10 +32,11 @@ _EXTRAS = {
     Feature.VARLEN: ("cu_seqlens_q", "cu_seqlens_k"),
     Feature.FLOAT_MASK: ("mask",),
     Feature.BOOL_MASK: ("mask",),
+    Feature.BIAS: ("bias",),
     Feature.SINKS: ("sinks",),
     Feature.DROPOUT: ("rng",),
 }
-_TERMS = {Feature.SINKS: "sinks"}
+_TERMS = {Feature.SINKS: "sinks", Feature.BIAS_GRADIENT: "bias"}
 
 
 class TorchTiled:
@@ -111,7 +112,7 @@ class TorchTiled:
             if lse is None:
                 lse = q.new_empty(out_shape[:3], dtype=torch.float32)
             with torch.no_grad():
-                compute(q, k, v, out, lse, **self._given(extras))
+                compute(q, k, v, out, lse, **self._given(extras, q, k))
             return out, lse
 
         return call
@@ -156,7 +157,12 @@ class TorchTiled:
                 for given, layout in zip((dq, dk, dv), layouts, strict=True)
             )
             with torch.no_grad():
-                compute(q, k, v, out, lse, dout, dlse, dq, dk, dv, **self._given(extras), **self._wanted(terms))
+                sums = self._wanted(terms)
+                compute(q, k, v, out, lse, dout, dlse, dq, dk, dv, **self._given(extras, q, k), **sums)
+                for name in self._terms:
+                    gradient, total = getattr(terms, name), sums[f"d{name}"]
+                    if gradient is not None and total is not None and total is not gradient:
+                        gradient.copy_(total)
             return dq, dk, dv
 
         return call
@@ -174,16 +180,22 @@ class TorchTiled:
         if missing:
             raise InvalidProblemError(f"{self._form} needs {' and '.join(missing)}")
 
-    def _given(self, extras: Extras) -> dict[str, Tensor]:
+    def _given(self, extras: Extras, q: Tensor, k: Tensor) -> dict[str, Tensor]:
         """The tensors that the rendered function takes for the form's features, by the names of its parameters."""
-        return {name: getattr(extras, name) for name in self._extras}
+        given = {name: getattr(extras, name) for name in self._extras}
+        if "bias" in given:
+            given["bias"] = given["bias"].expand(*q.shape[:3], k.shape[2])
+        return given
 
     def _wanted(self, terms: TermGradients) -> dict[str, Tensor | None]:
-        """The gradients of the form's terms likewise; where they are wanted, set to 0, since sequences add to them."""
-        wanted: dict[str, Tensor | None] = {f"d{name}": getattr(terms, name) for name in self._terms}
-        for gradient in wanted.values():
+        """Sums of the gradients of the form's terms likewise, at 0, where they are wanted: in float32, or wider."""
+        wanted: dict[str, Tensor | None] = {}
+        for name in self._terms:
+            gradient: Tensor | None = getattr(terms, name)
             if gradient is not None:
-                gradient.zero_()
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                gradient = torch.zeros_like(gradient, dtype=wide) if gradient.dtype != wide else gradient.zero_()
+            wanted[f"d{name}"] = gradient
         return wanted
 
     def _bound(self, function: Callable[..., None], problem: Problem, scale: float) -> Callable[..., None]:

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from autoflash.device import Device
 from autoflash.errors import NoKernelError
-from autoflash.problem import Form, MaskTensor, Problem
+from autoflash.problem import Form, Problem
 from autoflash.runtime import launch
-from autoflash.runtime.backward_features import in_order, mask_operands, usual_masks
-from autoflash.runtime.backward_plan import Step, backward_steps, padded_rows
+from autoflash.runtime.backward_features import in_order, knows_layouts, mask_operands, usual_masks
+from autoflash.runtime.backward_plan import Step, backward_steps, bias_sums_shape, padded_rows
 from autoflash.runtime.compiled import CompiledExecutable
 from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS, BackwardCall, Extras, TermGradients
 from autoflash.runtime.launch import KernelPlan, Launch
 from autoflash.runtime.layouts import ALIGNMENT_BYTES, TORCH_TYPES, Operand, strides_in_order_of, why_not_split
-from autoflash.runtime.term_gradients import sinks_gradient_of_rows
+from autoflash.runtime.term_gradients import bias_gradient_of_sums, sinks_gradient_of_rows
 from autoflash.runtime.trivial import empty_backward
 from autoflash.runtime.workspace import Buffer, Workspace
 from autoflash.variant import Variant
@@ -130,16 +130,16 @@ class TritonBackward(CompiledExecutable):
     def is_loaded(self, problem: Problem, *tensors: Tensor, extras: Extras = NO_EXTRAS) -> bool:
         """Whether a call with an output as a forward call makes it would compile and load nothing.
 
-        That depends on how a mask lies: of a problem with one that is not given, nothing is known to be loaded.
+        That depends on how a mask and a bias lie: where they are not given, nothing is known to be loaded.
         """
         if problem.is_empty:
             return True
-        if problem.mask_tensor is not MaskTensor.NONE and extras.mask is None:
+        if not knows_layouts(problem, extras):
             return False
         q, k, v, dout = tensors
         operands = self._operands(problem, q, k, v, dout)
         operands["out"] = _in_order_of(_shapes(problem)["out"], q, problem)
-        if extras.mask is not None:
+        if extras.mask is not None or extras.bias is not None:
             operands |= mask_operands(problem, extras)
         steps = self.steps(problem, operands, 1.0, has_dlse=False)
         return all(step.plan in self._kernels for step in steps)
@@ -198,7 +198,8 @@ class _Call:
         self._problem = problem
         self._operands = operands
         self._scale = scale
-        self._has_mask = "mask" in operands
+        self._has_mask = "mask" in operands or "bias" in operands
+        self._bias_sums = bias_sums_shape(problem, operands["bias"].shape) if problem.bias_gradient else None
         self._has_features = bool(problem.features)
         self._uses_descriptors = executable.uses_descriptors
         self._dtype = TORCH_TYPES[problem.dtype]
@@ -232,7 +233,7 @@ class _Call:
         return call._run(q, k, v, out, lse, dout, dlse, self._made_gradients(q), extras, terms)
 
     def _for(self, operands: dict[str, Operand]) -> _Call:
-        """The call for gradients or a mask that lie so: itself, unless they lie otherwise than those it is bound to."""
+        """The call for gradients, a mask or a bias that lie so: itself, unless it is bound to others."""
         key = tuple(operands.values())
         if key == tuple(self._operands[name] for name in operands):
             return self
@@ -271,8 +272,16 @@ class _Call:
         tensors: tuple[Tensor | None, ...] = (q, k, v, out, lse, dout, dlse, log2_sum, delta, accumulator, dq, dk, dv)
         if self._has_features:
             tensors += in_order(extras)
+        sums: Tensor | None = None
+        if self._problem.bias_gradient:
+            terms = terms if terms.bias is not None else TermGradients.asked_by(self._problem, extras)
+            if self._bias_sums is not None:
+                sums = torch.empty(self._bias_sums, dtype=torch.float32, device=q.device)
+            tensors += (terms.bias if sums is None else sums,)
         for run, choose in launches:
             run(*choose(tensors))
+        if sums is not None and terms.bias is not None:
+            bias_gradient_of_sums(sums, terms.bias)
         if terms.sinks is not None and extras.sinks is not None:
             sinks_gradient_of_rows(extras.sinks, log2_sum, delta, self._problem.tensor_batch, terms.sinks)
         return dq, dk, dv

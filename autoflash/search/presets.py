@@ -31,7 +31,7 @@ class Asked:
 
     Attributes:
         window: Left and right bound; None has no bound there.
-        softcap, mask_tensor, sinks, dropout_p: As in :class:`Problem`.
+        softcap, mask_tensor, bias, bias_gradient, sinks, dropout_p: As in :class:`Problem`.
         packed: Sequences are packed one after the other.
     """
 
@@ -39,6 +39,8 @@ class Asked:
     softcap: float = 0.0
     dropout_p: float = 0.0
     mask_tensor: MaskTensor = MaskTensor.NONE
+    bias: bool = False
+    bias_gradient: bool = False
     sinks: bool = False
     packed: bool = False
 
@@ -54,6 +56,8 @@ class Asked:
             softcap=self.softcap,
             dropout_p=self.dropout_p,
             mask_tensor=self.mask_tensor,
+            bias=self.bias,
+            bias_gradient=self.bias_gradient,
             sinks=self.sinks,
             packed_q=problem.batch * problem.seqlen_q if self.packed else None,
             packed_k=problem.batch * problem.seqlen_k if self.packed else None,

@@ -17,7 +17,10 @@ FAMILIES = {Family.TRITON: "sm_90", Family.GLUON_SM90: "sm_90", Family.TORCH_TIL
 COMBINATIONS = tuple(
     features_of(names)
     for names in (
-        *(feature.value for feature in Feature),
+        *(feature.value for feature in Feature if feature is not Feature.BIAS_GRADIENT),
+        "bias,bias_gradient",
+        "softcap,bias,float_mask,window,sinks,dropout,bias_gradient",
+        "softcap,bias,bool_mask,sinks,bias_gradient",
         "softcap,float_mask,window,dropout",
         "softcap,bool_mask,window,dropout",
         "varlen,softcap,window,dropout",

@@ -8,7 +8,7 @@ import pytest
 
 from autoflash.codegen.render import render
 from autoflash.device import CROSS_TARGETS
-from autoflash.problem import DType, Form, Mask
+from autoflash.problem import DType, Form, Mask, MaskTensor
 from autoflash.runtime.compile import compile_variant
 from autoflash.runtime.launch import compile_kernel
 from autoflash.runtime.load import load
@@ -131,6 +131,8 @@ def test_hopper_winners_cost_no_more_than_their_prototypes(
 
 TERMS: dict[str, dict[str, object]] = {
     "sinks": {"sinks": True},
+    "bias": {"bias": True},
+    "bias bool_mask sinks": {"bias": True, "mask_tensor": MaskTensor.BOOL, "sinks": True},
     "varlen sinks": {"sinks": True, "packed_q": 1000, "packed_k": 900},
 }
 

@@ -103,6 +103,9 @@ class Kernel:
         if problem.softcap and fault != "softcap ignored":
             capped = torch.tanh(s / problem.softcap)
             s, slope = problem.softcap * capped, 1.0 - capped * capped
+        bias = self._bias(extras, s.shape)
+        if bias is not None:
+            s = s + bias
         if mask is not None and fault != "float mask before the softcap":
             s = s.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else s + mask.float()
         rows, keys = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None]
@@ -129,6 +132,22 @@ class Kernel:
         if fault == "last key of a tile dropped":
             s = s.masked_fill(keys == 4 * TILE - 1, -math.inf)
         return s, slope
+
+    def _bias(self, extras, shape):
+        """Float32, as it is added to scores [B, H, M, N]."""
+        fault = self.fault
+        if extras.bias is None or fault == "bias ignored":
+            return None
+        bias = extras.bias.float().expand(shape)
+        if fault == "bias of the first head":
+            return bias[:, :1]
+        if fault == "bias of the first batch entry":
+            return bias[:1]
+        if fault == "bias transposed" and shape[2] == shape[3]:
+            return bias.mT
+        if fault == "bias one key to the right":
+            return bias.roll(1, dims=-1)
+        return bias.roll(1, dims=-2) if fault == "bias one query down" else bias
 
     def _mask(self, extras):
         mask, fault = extras.mask, self.fault
@@ -224,7 +243,7 @@ class Kernel:
                 term *= 1.01
             if term is not None and self.fault == f"last element of d{name} not written":
                 term.view(-1)[-1:] = math.nan
-            if term is not None and self.fault == f"d{name} of the next head":
+            if term is not None and self.fault in (f"d{name} of the next head", f"d{name} of the next key"):
                 term.copy_(term.roll(1, dims=-1))
 
     def _backward(self, problem, k, v, q, out, lse, dout, dlse, dq, dk, dv, scale, extras, b, terms):
@@ -240,6 +259,10 @@ class Kernel:
         if terms.sinks is not None:
             self._add_sinks_gradient(terms.sinks, extras.sinks, lse, delta)
         ds = p * (dout.float() @ values.mT * kept - delta.unsqueeze(-1))
+        if terms.bias is not None:
+            one = ds[:1] if self.fault == "dbias of the first batch entry alone" else ds
+            shared = [dim for dim in range(4) if terms.bias.shape[dim] == 1]
+            terms.bias.add_(one.sum(dim=shared, keepdim=True) if shared else one)
         if self.fault != "softcap without its derivative":
             ds = ds * slope
         p, ds = (p * (1.0 if self.fault == "dv without dropout" else kept)).to(q.dtype).float(), ds.to(q.dtype).float()

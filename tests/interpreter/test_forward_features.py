@@ -15,6 +15,7 @@ from autoflash.errors import InvalidProblemError
 from autoflash.evaluate.grid import Case
 from autoflash.evaluate.inputs import Lengths, Memory
 from autoflash.evaluate.masks import MaskForm, Pattern
+from autoflash.evaluate.terms import BiasForm
 from autoflash.evaluate.verify import run_case
 from autoflash.problem import Alignment, DType, Form, Mask, MaskTensor, Problem
 from autoflash.runtime.executable import NO_EXTRAS, Extras
@@ -50,17 +51,24 @@ DROPOUT = {"dropout_p": 0.3}
 BOOL = {"mask_tensor": MaskTensor.BOOL}
 FLOAT = {"mask_tensor": MaskTensor.FLOAT}
 SINKS = {"sinks": True}
+BIAS = {"bias": True}
 FEATURES: dict[str, dict[str, object]] = {
     "softcap": SOFTCAP,
     "float_mask": FLOAT,
     "bool_mask": BOOL,
     "window": WINDOW,
     "sinks": SINKS,
+    "bias": BIAS,
+    "bias+bool_mask": {**BIAS, **BOOL},
     "dropout": DROPOUT,
     "softcap+float_mask+window+dropout": {**SOFTCAP, **FLOAT, **WINDOW, **DROPOUT},
-    "softcap+float_mask+window+sinks+dropout": {**SOFTCAP, **FLOAT, **WINDOW, **SINKS, **DROPOUT},
+    "softcap+bias+float_mask+window+sinks+dropout": {**SOFTCAP, **BIAS, **FLOAT, **WINDOW, **SINKS, **DROPOUT},
     "softcap+bool_mask+window+dropout": {**SOFTCAP, **BOOL, **WINDOW, **DROPOUT},
 }
+
+# Of xformers, and those that are left.
+BIASES = ["bhmn", "hmn", "bmn", "mn", "bn", "hm", "n", "b", ""]
+MEMORIES = [Memory.DENSE, Memory.STRIDED, Memory.TRANSPOSED]
 
 # Empty ones, some shorter and some longer than a tile, of one query, of one key.
 LENGTHS: Lengths = ((5, 5), (0, 7), (33, 20), (0, 0), (1, 18), (9, 1), (3, 0))
@@ -87,6 +95,7 @@ def executable(problem: Problem, variant: Variant) -> TritonForward:
 
 def assert_passes_the_gate(variant: Variant, problem: Problem, **options: object) -> None:
     options = {"mask": MaskForm(), **options} if problem.mask_tensor is not MaskTensor.NONE else options
+    options = {"bias": BiasForm(), **options} if problem.bias else options
     options = {"rng": (-(2**62) + 5, 2**33 + 17), **options} if problem.dropout_p else options
     case = Case(problem=problem, **options)  # type: ignore[arg-type]  # fields of a case
 
@@ -162,6 +171,15 @@ def test_masks_of_every_kind(pattern: Pattern, structure: str, kind: dict[str, M
     problem = dense(dtype=DType.BF16, seqlen_k=35, batch=2, **kind)
 
     assert_passes_the_gate(make_kernel(structure), problem, mask=MaskForm(pattern=pattern))
+
+
+@pytest.mark.parametrize("own", BIASES)
+@pytest.mark.parametrize("structure", ["plain", "everything"])
+def test_biases_of_every_shape(structure: str, own: str) -> None:
+    turn = BIASES.index(own)
+    form = BiasForm(own=own, dtype=list(DType)[turn % 3], memory=MEMORIES[turn % 3], has_holes=turn % 2 == 1)
+
+    assert_passes_the_gate(make_kernel(structure), dense(dtype=DType.BF16, seqlen_k=35, batch=2, **BIAS), bias=form)
 
 
 @pytest.mark.parametrize("memory", [Memory.STRIDED, Memory.TRANSPOSED, Memory.PACKED])
