@@ -16,6 +16,9 @@ from autoflash.arguments import (
     check_cu_seqlens,
     check_layout,
     check_tensors,
+    checked_bias,
+    checked_sinks,
+    checked_slopes,
     draw_rng,
     dropout_of,
     expanded_mask,
@@ -29,7 +32,7 @@ from autoflash.arguments import (
 )
 from autoflash.calls import Pair, Triple
 from autoflash.errors import InvalidProblemError
-from autoflash.ops import CALLS, Transformable, call_key, layout_of
+from autoflash.ops import CALLS, Transformable, call_key, layouts_of
 from autoflash.runtime.executable import NO_EXTRAS, Extras
 
 _PREPARED = CALLS.prepared
@@ -52,10 +55,10 @@ def attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     mask: Tensor | None = None,
-    bias: object = None,
-    alibi_slopes: object = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
-    sinks: object = None,
+    sinks: Tensor | None = None,
     score_mod: object = None,
     score_params: object = None,
     dropout_p: float = 0.0,
@@ -67,9 +70,9 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention by the best kernel that is known for this device.
 
-    softmax(query @ key^T * scale + mask) @ value, exactly. A query that sees no key gives 0, an LSE of -inf and no
-    gradient. Where several arguments hide keys, a key takes part that none of them hides. Differentiable once, in eager
-    mode and under ``torch.compile``.
+    softmax(query @ key^T * scale + bias + mask) @ value, exactly. A query that sees no key gives 0, an LSE of -inf (or
+    its head's sink) and no gradient. Where several arguments hide keys, a key takes part that none of them hides.
+    Differentiable once, in eager mode and under ``torch.compile``.
 
     Args:
         query: [B, H, M, D] in float16, bfloat16 or float32, with any strides.
@@ -82,12 +85,15 @@ def attention(
         mask: Broadcastable to (B, H, M, N), whatever the layout of the others. bool: True takes part (so it is in
             torch's function too, and the contrary in torch.nn.MultiheadAttention). float16, bfloat16 or float32: added
             to the scores, after the softcap; it gets no gradient.
-        bias: Not built yet, as are ``alibi_slopes``, ``sinks``, ``score_mod`` and ``score_params``: setting one raises
-            UnsupportedError.
-        alibi_slopes: Not built yet.
+        bias: Broadcastable to (B, H, M, N) likewise, in float16, bfloat16 or float32, whatever the type of the others:
+            added to the scores as a mask is, with a gradient, in its own type and shape. What is broadcast is never
+            copied, and its gradient is summed up in float32; an expanded tensor gets one of its expanded shape.
+        alibi_slopes: [H] or [B, H], in any floating dtype: slope * |position of the query - key| is taken from the
+            scores in float32, after the softcap. A query stands where a causal mask would have it. It has a gradient.
         softcap: Scores become softcap * tanh(score / softcap); None or 0 leaves them alone.
-        sinks: Not built yet.
-        score_mod: Not built yet.
+        sinks: A score of each query head that has no key, [H], in any floating dtype: the probabilities of a row and
+            that of its sink add up to 1, and the LSE contains it. It has a gradient.
+        score_mod: Not built yet, as is ``score_params``: setting one raises UnsupportedError.
         score_params: Not built yet.
         dropout_p: Share of the probabilities that are dropped, 0 <= p < 1; the others are divided by 1 - p. Which ones
             follows from torch's generator of query's device, and the LSE does not know of it.
@@ -107,17 +113,10 @@ def attention(
         UnsupportedError: (a NotImplementedError) for an argument that is not built yet, by name.
         NoKernelError: (a RuntimeError) where no kernel may run, as an unloaded one in a CUDA-graph capture.
     """
-    if (
-        bias is not None
-        or alibi_slopes is not None
-        or sinks is not None
-        or score_mod is not None
-        or score_params is not None
-    ):
-        refuse_unbuilt(
-            bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, score_params=score_params
-        )
+    if score_mod is not None or score_params is not None:
+        refuse_unbuilt(score_mod=score_mod, score_params=score_params)
     is_plain = window is None and mask is None and softcap is None and dropout_p == 0.0
+    is_plain = is_plain and alibi_slopes is None and bias is None and sinks is None
     if not is_plain or _is_autocast_on() or _is_special(query, key, value):
         return _in_full(
             query,
@@ -126,7 +125,10 @@ def attention(
             causal=causal,
             window=window,
             mask=mask,
+            bias=bias,
+            alibi_slopes=alibi_slopes,
             softcap=softcap,
+            sinks=sinks,
             dropout_p=dropout_p,
             scale=scale,
             layout=layout,
@@ -166,6 +168,8 @@ def attention_varlen(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     return_lse: bool = False,
@@ -190,6 +194,8 @@ def attention_varlen(
         causal: As for :func:`attention`, like all that follow; positions are counted within a sequence.
         window: See there.
         softcap: See there.
+        alibi_slopes: See there; B are the sequences.
+        sinks: See there.
         dropout_p: See there.
         scale: See there.
         return_lse: Also give the log-sum-exp, float32, [H, T_Q].
@@ -205,11 +211,16 @@ def attention_varlen(
     q, k, v = autocast(query, key, value) or (query, key, value)
     check_tensors(q, k, v, "thd")
     extras = packed_extras(q, k, cu_seqlens_q, cu_seqlens_k)
+    rows = packed(q, k, v)
     dropout = dropout_of(dropout_p)
     if dropout:
         extras = extras._replace(rng=draw_rng(q))
+    if sinks is not None:
+        extras = extras._replace(sinks=checked_sinks(sinks, rows[0]))
+    if alibi_slopes is not None:
+        extras = extras._replace(alibi_slopes=checked_slopes(alibi_slopes, rows[0], extras.sequences or 0))
     out, lse = _run(
-        *packed(q, k, v),
+        *rows,
         extras,
         causal=causal,
         window=window_of(window),
@@ -245,7 +256,10 @@ def _in_full(
     causal: bool | str,
     window: object,
     mask: object,
+    bias: object,
+    alibi_slopes: object,
     softcap: object,
+    sinks: object,
     dropout_p: object,
     scale: float | None,
     layout: str,
@@ -260,8 +274,14 @@ def _in_full(
     q, k, v = heads_first(query, key, value, layout)
     dropout = dropout_of(dropout_p)
     extras = NO_EXTRAS
-    if mask is not None or dropout:
-        extras = Extras(mask=None if mask is None else expanded_mask(mask, q, k), rng=draw_rng(q) if dropout else None)
+    if dropout or not (mask is None and bias is None and alibi_slopes is None and sinks is None):
+        extras = Extras(
+            mask=None if mask is None else expanded_mask(mask, q, k),
+            rng=draw_rng(q) if dropout else None,
+            sinks=None if sinks is None else checked_sinks(sinks, q),
+            bias=None if bias is None else checked_bias(bias, q, k),
+            alibi_slopes=None if alibi_slopes is None else checked_slopes(alibi_slopes, q, q.shape[0]),
+        )
     out, lse = _run(
         q,
         k,
@@ -298,7 +318,7 @@ def _run(
     longest: tuple[int, int] = (0, 0),
 ) -> Pair:
     """Out and LSE for checked tensors of layout [B, H, S, D], by the prepared call or the registered operator."""
-    training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    training = asks_for_gradients(q, k, v, extras)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if _is_special(q, k, v):
@@ -317,6 +337,8 @@ def _run(
         training,
         window=window,
         softcap=softcap,
+        alibi_gradient=asks_for(extras.alibi_slopes),
+        bias_gradient=asks_for(extras.bias),
         dropout_p=dropout_p,
         sequences=extras.sequences,
         longest=longest,
@@ -329,9 +351,19 @@ def _run(
         return known.run(q, k, v) if extras is NO_EXTRAS else known.run(q, k, v, extras)
 
 
+def asks_for_gradients(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> bool:
+    """Whether autograd will want the gradient of one of these tensors."""
+    return any(map(asks_for, (q, k, v, extras.sinks, extras.bias, extras.alibi_slopes)))
+
+
+def asks_for(tensor: Tensor | None) -> bool:
+    """Whether autograd will want its gradient."""
+    return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+
+
 def call_key_of(q: Tensor, k: Tensor, v: Tensor, options: Options, extras: Extras) -> tuple[object, ...]:
     """What the prepared call of a featured problem is kept under, for tensors of layout [B, H, S, D]."""
-    return call_key(q, k, v, options, layout_of(extras.mask), wants_tf32(q))
+    return call_key(q, k, v, options, *layouts_of(extras), wants_tf32(q))
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -399,6 +431,8 @@ def options_of(
     *,
     window: tuple[int, int] = (UNBOUNDED, UNBOUNDED),
     softcap: float = 0.0,
+    alibi_gradient: bool = False,
+    bias_gradient: bool = False,
     dropout_p: float = 0.0,
     sequences: int | None = None,
     longest: tuple[int, int] = (0, 0),
@@ -414,6 +448,8 @@ def options_of(
         window_left=window[0],
         window_right=window[1],
         softcap=softcap,
+        alibi_gradient=alibi_gradient,
+        bias_gradient=bias_gradient,
         dropout_p=dropout_p,
         sequences=sequences,
         longest_q=longest[0],

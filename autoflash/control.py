@@ -15,6 +15,9 @@ from autoflash.arguments import (
     Options,
     check_layout,
     check_tensors,
+    checked_bias,
+    checked_sinks,
+    checked_slopes,
     dropout_of,
     expanded_mask,
     problem_of_tensors,
@@ -24,6 +27,8 @@ from autoflash.arguments import (
     window_of,
 )
 from autoflash.attention import (
+    asks_for,
+    asks_for_gradients,
     attention,
     attention_varlen,
     autocast,
@@ -54,7 +59,10 @@ def explain(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     layout: str = "bhsd",
@@ -78,7 +86,10 @@ def explain(
         causal: See there.
         window: See there.
         mask: See there.
+        bias: See there.
+        alibi_slopes: See there.
         softcap: See there.
+        sinks: See there.
         dropout_p: See there.
         scale: See there.
         layout: See there.
@@ -97,7 +108,7 @@ def explain(
     refuse_unbuilt(**unbuilt)
     query, key, value = autocast(query, key, value) or (query, key, value)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        _refuse_mask(mask)
+        _refuse_added(mask, bias)
         check_tensors(query, key, value, "thd")
         extras = packed_extras(query, key, cu_seqlens_q, cu_seqlens_k)
         q, k, v = packed(query, key, value)
@@ -106,7 +117,14 @@ def explain(
         check_tensors(query, key, value, layout)
         q, k, v = heads_first(query, key, value, layout)
         extras = NO_EXTRAS if mask is None else Extras(mask=expanded_mask(mask, q, k))
-    training = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        if bias is not None:
+            extras = extras._replace(bias=checked_bias(bias, q, k))
+    if sinks is not None:
+        extras = extras._replace(sinks=checked_sinks(sinks, q))
+    if alibi_slopes is not None:
+        batch = q.shape[0] if extras.sequences is None else extras.sequences
+        extras = extras._replace(alibi_slopes=checked_slopes(alibi_slopes, q, batch))
+    training = asks_for_gradients(q, k, v, extras)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = options_of(
@@ -119,6 +137,8 @@ def explain(
         training,
         window=window_of(window),
         softcap=softcap_of(softcap),
+        alibi_gradient=asks_for(extras.alibi_slopes),
+        bias_gradient=asks_for(extras.bias),
         dropout_p=dropout_of(dropout_p),
         sequences=extras.sequences,
         longest=longest_of(max_seqlen_q, max_seqlen_k),
@@ -148,7 +168,10 @@ def warmup(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     layout: str = "bhsd",
@@ -171,11 +194,15 @@ def warmup(
         value: Likewise, [B, H_KV, N, D_V]; None is as key.
         dtype: For shapes.
         device: For shapes; None is the current GPU, or the CPU where there is none.
-        backward: Also the backward pass. Calls with and without gradients are warmed up apart.
+        backward: Also the backward pass. Calls with and without gradients are warmed up apart; so are those with and
+            without a gradient of ``bias`` or ``alibi_slopes``, which they have where they require one.
         causal: As for :func:`attention`, like all that follow.
         window: See there.
         mask: See there.
+        bias: See there.
+        alibi_slopes: See there.
         softcap: See there.
+        sinks: See there.
         dropout_p: See there.
         scale: See there.
         layout: Of the shapes, see there.
@@ -199,6 +226,8 @@ def warmup(
         "causal": causal,
         "window": window,
         "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
         "dropout_p": dropout_p,
         "scale": scale,
         "return_lse": return_lse,
@@ -207,11 +236,11 @@ def warmup(
     }
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if is_packed:
-        _refuse_mask(mask)
+        _refuse_added(mask, bias)
         common |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         common |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     else:
-        common |= {"mask": mask, "layout": layout}
+        common |= {"mask": mask, "bias": bias, "layout": layout}
     call = attention_varlen if is_packed else attention
     with torch.set_grad_enabled(backward), torch.random.fork_rng(enabled=dropout_p != 0.0):
         result = call(*tensors, **common)
@@ -259,9 +288,10 @@ def forget() -> None:
     CALLS.reset()
 
 
-def _refuse_mask(mask: Tensor | None) -> None:
-    if mask is not None:
-        raise InvalidProblemError("packed sequences have no mask: leave mask out")
+def _refuse_added(mask: Tensor | None, bias: Tensor | None) -> None:
+    for name, tensor in (("mask", mask), ("bias", bias)):
+        if tensor is not None:
+            raise InvalidProblemError(f"packed sequences have no {name}: leave {name} out")
 
 
 def _explain_pass(

@@ -34,7 +34,15 @@ _SEQLEN = 384
 
 _WINDOW: dict[str, object] = {"window_left": 127, "window_right": 31}
 _PACKED: dict[str, object] = {"batch": 2, "packed_q": 2 * _SEQLEN, "packed_k": 2 * _SEQLEN}
-_SCORES: dict[str, object] = {"mask": Mask.CAUSAL, "window_left": 127, "softcap": 20.0, "dropout_p": 0.1}
+_SCORES: dict[str, object] = {
+    "mask": Mask.CAUSAL,
+    "window_left": 127,
+    "softcap": 20.0,
+    "dropout_p": 0.1,
+    "sinks": True,
+    "alibi": True,
+    "alibi_gradient": True,
+}
 
 FORMS: dict[str, dict[str, object]] = {
     Mask.FULL.value: {},
@@ -44,8 +52,13 @@ FORMS: dict[str, dict[str, object]] = {
     Feature.FLOAT_MASK.value: {"mask_tensor": MaskTensor.FLOAT},
     Feature.BOOL_MASK.value: {"mask_tensor": MaskTensor.BOOL},
     Feature.WINDOW.value: _WINDOW,
+    Feature.ALIBI.value: {"alibi": True},
+    Feature.ALIBI_GRADIENT.value: {"alibi": True, "alibi_gradient": True},
+    Feature.BIAS.value: {"bias": True},
+    Feature.BIAS_GRADIENT.value: {"bias": True, "bias_gradient": True},
+    Feature.SINKS.value: {"sinks": True},
     Feature.DROPOUT.value: {"dropout_p": 0.1},
-    "together": {**_SCORES, "mask_tensor": MaskTensor.FLOAT},
+    "together": {**_SCORES, "mask_tensor": MaskTensor.FLOAT, "bias": True, "bias_gradient": True},
     "together_varlen": {**_SCORES, **_PACKED},
 }
 """What ``--feature`` may name: each mask, each feature, and as many of them as go together."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autoflash.device import Device
 from autoflash.problem import DType, MaskTensor, Pass, Problem
-from autoflash.runtime.layouts import TORCH_TYPES
+from autoflash.runtime.layouts import TORCH_TYPES, usual_bias_shape
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -25,6 +25,9 @@ class CallArguments(TypedDict, total=False):
     softcap: float
     dropout_p: float
     mask: Tensor
+    alibi_slopes: Tensor
+    bias: Tensor
+    sinks: Tensor
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     max_seqlen_q: int
@@ -71,6 +74,19 @@ def call_arguments(problem: Problem, device: Device) -> CallArguments:
             for seqlen in (problem.seqlen_q, problem.seqlen_k)
         )
         arguments["max_seqlen_q"], arguments["max_seqlen_k"] = problem.seqlen_q, problem.seqlen_k
+    if problem.alibi:
+        arguments["alibi_slopes"] = torch.zeros(
+            problem.heads, device=device.torch_device, requires_grad=problem.alibi_gradient
+        )
+    if problem.bias:
+        arguments["bias"] = torch.zeros(
+            usual_bias_shape(problem),
+            dtype=torch_dtype(problem.dtype),
+            device=device.torch_device,
+            requires_grad=problem.bias_gradient,
+        )
+    if problem.sinks:
+        arguments["sinks"] = torch.zeros(problem.heads, device=device.torch_device)
     if problem.mask_tensor is not MaskTensor.NONE:
         dtype = torch.bool if problem.mask_tensor is MaskTensor.BOOL else torch_dtype(problem.dtype)
         shape = (1, 1, problem.seqlen_q, problem.seqlen_k)

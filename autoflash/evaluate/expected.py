@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from autoflash.evaluate import exact, yardstick
 from autoflash.evaluate.grid import Case
-from autoflash.evaluate.inputs import Inputs, draw, draw_flat
+from autoflash.evaluate.inputs import LOW, Inputs, draw, draw_flat
 from autoflash.evaluate.masks import draw_mask
 from autoflash.evaluate.semantics import Semantics
-from autoflash.problem import Pass
-from autoflash.runtime.executable import Extras
+from autoflash.evaluate.terms import draw_bias, draw_sinks, draw_slopes
+from autoflash.problem import Pass, Problem
+from autoflash.runtime.executable import NO_TERMS, Extras, TermGradients
 
 _MAX_FACTOR, _MAX_FACTOR_WITH_SOFTCAP = 2.0, 3.0
 _MEAN_FACTORS = {torch.float16: 1.1, torch.bfloat16: 1.1, torch.float32: 3.0}
@@ -48,7 +50,7 @@ class Expected:
     Attributes:
         inputs: What the kernel gets.
         out, lse: Exact output and log-sum-exp, float64; a backward gets them rounded.
-        limits: By name of output: ``out``, or ``dq``, ``dk``, ``dv``.
+        limits: By name of output: ``out``, or ``dq``, ``dk``, ``dv`` and those of the terms, such as ``dsinks``.
         lse_slack: Allowed error of each log-sum-exp beside the fixed rule; 0 but for TF32 and softcaps.
     """
 
@@ -74,7 +76,7 @@ def expected(case: Case, device: str, has_lse: bool) -> Expected:
     factor = _MAX_FACTOR_WITH_SOFTCAP if problem.softcap else _MAX_FACTOR
     tiles = list(exact.tiles(q, k, semantics))
     out, lse = exact.forward(q, v, tiles)
-    blind = (lse == -math.inf)[..., None]  # [B, H, M, 1]
+    blind = _blind(lse, tiles)
     used = sum(length for _, length in case.lengths) if problem.is_varlen else problem.seqlen_k
     behind = (torch.arange(problem.rows_k, device=device) >= used)[:, None]  # [N, 1]
     if problem.op is Pass.FORWARD:
@@ -102,7 +104,49 @@ def expected(case: Case, device: str, has_lse: bool) -> Expected:
             ("dq", "dk", "dv"), right, errors, magnitudes, effects, strict=True
         )
     )
+    limits += _term_limits(problem, inputs, dlse, rounding, semantics, tiles, factor)
     return Expected(inputs=inputs, out=out, lse=lse, limits=limits, lse_slack=torch.zeros_like(lse))
+
+
+def _blind(lse: Tensor, tiles: Sequence[exact.Tile]) -> Tensor:
+    """Rows that see no key, or belong to no sequence, [B, H, M, 1]. With sinks, their log-sum-exp does not show it."""
+    blind = torch.ones_like(lse, dtype=torch.bool)[..., None]
+    for tile in tiles:
+        blind[:, :, tile.block.rows] = (tile.p == 0.0).all(dim=-1, keepdim=True)
+    return blind
+
+
+def _term_limits(
+    problem: Problem,
+    inputs: Inputs,
+    dlse: Tensor | None,
+    rounding: Tensor,
+    semantics: Semantics,
+    tiles: Sequence[exact.Tile],
+    factor: float,
+) -> tuple[tuple[str, Limit], ...]:
+    """Limits of the gradients of the terms that a problem asks for.
+
+    Those of sinks and slopes are sums in float32 over what a kernel is given: they err by the rounding of that alone.
+    """
+    asked = TermGradients.asked_by(problem, inputs.extras)
+    if asked == NO_TERMS:
+        return ()
+    q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
+    right = exact.term_gradients(q, v, dout, dlse, semantics, tiles)
+    effects = exact.term_gradients(q, v, torch.zeros_like(dout), rounding, semantics, tiles)
+    magnitudes = yardstick.term_magnitudes(q, v, dout, dlse, semantics, tiles)
+    by_torch = yardstick.plain_term_gradients(q, k, v, dout, dlse, semantics)
+    limits = []
+    for name, made in asked._asdict().items():
+        if made is None:
+            continue
+        formula, effect, terms = (getattr(gradients, name) for gradients in (right, effects, magnitudes))
+        is_sum = name == "sinks" or (name == "alibi_slopes" and not problem.tf32)
+        error = torch.zeros_like(formula) if is_sum else (getattr(by_torch, name) - formula).abs()
+        nowhere = torch.zeros_like(formula, dtype=torch.bool)
+        limits.append((f"d{name}", _limit(formula, error, terms, nowhere, factor, made.dtype, effect.abs(), sums=True)))
+    return tuple(limits)
 
 
 def draw_case(case: Case, device: str) -> Inputs:
@@ -116,11 +160,16 @@ def draw_case(case: Case, device: str) -> Inputs:
         torch.tensor([0, *itertools.accumulate(length[side] for length in case.lengths)], dtype=torch.int32)
         for side in (0, 1)
     ]
+    sinks = draw_sinks(problem, around=LOW if case.low else 0.0, flat=case.flat, device=device)
+    slopes = draw_slopes(problem, own=case.own_slopes, flat=case.flat, device=device)
     extras = Extras(
         mask=None if case.mask is None else draw_mask(problem, case.mask, device=device),
         cu_seqlens_q=starts[0].to(device) if problem.is_varlen else None,
         cu_seqlens_k=starts[1].to(device) if problem.is_varlen else None,
         rng=None if case.rng is None else torch.tensor(case.rng, device=device),
+        sinks=sinks if problem.sinks else None,
+        alibi_slopes=slopes if problem.alibi else None,
+        bias=None if case.bias is None else draw_bias(problem, case.bias, device=device),
     )
     return dataclasses.replace(inputs, extras=extras)
 
@@ -133,6 +182,8 @@ def _limit(
     factor: float,
     dtype: torch.dtype,
     effect: Tensor | None = None,
+    *,
+    sums: bool = False,
 ) -> Limit:
     """Allowed errors: those of torch math in the same dtype times a factor, and a few roundings of the output.
 
@@ -140,14 +191,15 @@ def _limit(
     that a kernel computes: no kernel can do without that error.
 
     In float32, where right kernels differ by the order of their sums alone and few elements decide the largest error,
-    a few roundings of what is summed are allowed as well (``terms``, as :func:`yardstick.magnitude` gives them).
+    a few roundings of what is summed are allowed as well (``terms``, as :func:`yardstick.magnitude` gives them); and of
+    what is summed in float32, whatever that is rounded to (``sums``).
     """
     rounded = exact.to(dtype).double()
     # Each step is rounded to the output's dtype, but 0.3 itself is not: it differs between devices if torch does it.
     there = (rounded + 0.3).to(dtype).double()
     atol = 2.0 * _largest((there - 0.3).to(dtype).double() - rounded)
-    if dtype is torch.float32:
-        atol += _TERM_ROUNDINGS * torch.finfo(dtype).eps * _largest(terms)
+    if dtype is torch.float32 or sums:
+        atol += _TERM_ROUNDINGS * torch.finfo(torch.float32).eps * _largest(terms)
     # To the type of the inputs it goes with ds, and with the gradient.
     inherited = 1.0 + 2.0 * torch.finfo(dtype).eps
     return Limit(

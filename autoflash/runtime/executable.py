@@ -7,6 +7,7 @@ timed is what runs. Tensors are always views of layout [B, H, S, D]; their strid
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -26,12 +27,19 @@ class Extras(NamedTuple):
             scores after the softcap).
         cu_seqlens_q, cu_seqlens_k: Where packed sequences begin, and the end of the last: [B + 1], int32, contiguous.
         rng: Seed and offset of the dropout, [2], int64, contiguous, on the device.
+        sinks: A score of each head without a key, [H], float32, contiguous.
+        bias: Added to the scores after the softcap, fp16, bf16 or fp32; of rank 4, and not expanded: each size is that
+            of [B, H, M, N], or 1.
+        alibi_slopes: [B, H] or [1, H], float32, contiguous; of packed sequences, B is their number.
     """
 
     mask: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     rng: Tensor | None = None
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
 
     @property
     def sequences(self) -> int | None:
@@ -40,6 +48,35 @@ class Extras(NamedTuple):
 
 
 NO_EXTRAS = Extras()
+
+
+class TermGradients(NamedTuple):
+    """Gradients of those extras that have one, which a backward writes where they are given.
+
+    Attributes:
+        sinks: [H], float32, contiguous.
+        bias: Of the bias' shape and type, contiguous: summed over what it is broadcast over.
+        alibi_slopes: Of the shape of the slopes, float32, contiguous.
+    """
+
+    sinks: Tensor | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+
+    @classmethod
+    def unwritten(cls, extras: Extras, names: Container[str]) -> TermGradients:
+        """Gradients of the terms of these names, to be written."""
+        terms = {name: getattr(extras, name) for name in cls._fields if name in names}
+        return cls(**{name: term.new_empty(term.shape) for name, term in terms.items()})
+
+    @classmethod
+    def asked_by(cls, problem: Problem, extras: Extras) -> TermGradients:
+        """All that a problem may ask for, to be written."""
+        asked = {"sinks": problem.sinks, "bias": problem.bias_gradient, "alibi_slopes": problem.alibi_gradient}
+        return cls.unwritten(extras, [name for name, is_asked in asked.items() if is_asked])
+
+
+NO_TERMS = TermGradients()
 
 
 class ForwardCall(Protocol):
@@ -77,8 +114,12 @@ class BackwardCall(Protocol):
         dk: Tensor | None = None,
         dv: Tensor | None = None,
         extras: Extras = NO_EXTRAS,
+        terms: TermGradients = NO_TERMS,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute dq, dk, dv in the dtype of q from the gradients of out and, if given, of lse (float32)."""
+        """Compute dq, dk, dv in the dtype of q from the gradients of out and, if given, of lse (float32).
+
+        The gradients of extras are written to what is given in ``terms``.
+        """
         ...
 
 

@@ -19,7 +19,7 @@ from autoflash.device import Device
 from autoflash.errors import InvalidProblemError, UnsupportedError
 from autoflash.problem import Alignment, Feature, Form, Problem
 from autoflash.runtime import dropout
-from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
+from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS, BackwardCall, Extras, ForwardCall, TermGradients
 from autoflash.runtime.layouts import strides_in_order_of
 from autoflash.runtime.load import load
 from autoflash.trial import Resources
@@ -32,8 +32,12 @@ _EXTRAS = {
     Feature.VARLEN: ("cu_seqlens_q", "cu_seqlens_k"),
     Feature.FLOAT_MASK: ("mask",),
     Feature.BOOL_MASK: ("mask",),
+    Feature.ALIBI: ("alibi_slopes",),
+    Feature.BIAS: ("bias",),
+    Feature.SINKS: ("sinks",),
     Feature.DROPOUT: ("rng",),
 }
+_TERMS = {Feature.SINKS: "sinks", Feature.ALIBI_GRADIENT: "alibi_slopes", Feature.BIAS_GRADIENT: "bias"}
 
 
 class TorchTiled:
@@ -52,6 +56,7 @@ class TorchTiled:
         self._is_loaded = False
         self._tiles = {name: variant.config.number(name) for name in ("block_m", "block_n", "heads_per_step")}
         self._extras = tuple(name for feature in form.features for name in _EXTRAS.get(feature, ()))
+        self._terms = tuple(_TERMS[feature] for feature in form.features if feature in _TERMS)
 
     @property
     def variant(self) -> Variant:
@@ -108,7 +113,7 @@ class TorchTiled:
             if lse is None:
                 lse = q.new_empty(out_shape[:3], dtype=torch.float32)
             with torch.no_grad():
-                compute(q, k, v, out, lse, **self._given(extras))
+                compute(q, k, v, out, lse, **self._given(extras, q, k))
             return out, lse
 
         return call
@@ -146,13 +151,19 @@ class TorchTiled:
             dk: Tensor | None = None,
             dv: Tensor | None = None,
             extras: Extras = NO_EXTRAS,
+            terms: TermGradients = NO_TERMS,
         ) -> tuple[Tensor, Tensor, Tensor]:
             dq, dk, dv = (
                 q.new_empty_strided(*layout) if given is None else given
                 for given, layout in zip((dq, dk, dv), layouts, strict=True)
             )
             with torch.no_grad():
-                compute(q, k, v, out, lse, dout, dlse, dq, dk, dv, **self._given(extras))
+                sums = self._wanted(terms)
+                compute(q, k, v, out, lse, dout, dlse, dq, dk, dv, **self._given(extras, q, k), **sums)
+                for name in self._terms:
+                    gradient, total = getattr(terms, name), sums[f"d{name}"]
+                    if gradient is not None and total is not None and total is not gradient:
+                        gradient.copy_(total)
             return dq, dk, dv
 
         return call
@@ -170,9 +181,23 @@ class TorchTiled:
         if missing:
             raise InvalidProblemError(f"{self._form} needs {' and '.join(missing)}")
 
-    def _given(self, extras: Extras) -> dict[str, Tensor]:
+    def _given(self, extras: Extras, q: Tensor, k: Tensor) -> dict[str, Tensor]:
         """The tensors that the rendered function takes for the form's features, by the names of its parameters."""
-        return {name: getattr(extras, name) for name in self._extras}
+        given = {name: getattr(extras, name) for name in self._extras}
+        if "bias" in given:
+            given["bias"] = given["bias"].expand(*q.shape[:3], k.shape[2])
+        return given
+
+    def _wanted(self, terms: TermGradients) -> dict[str, Tensor | None]:
+        """Sums of the gradients of the form's terms likewise, at 0, where they are wanted: in float32, or wider."""
+        wanted: dict[str, Tensor | None] = {}
+        for name in self._terms:
+            gradient: Tensor | None = getattr(terms, name)
+            if gradient is not None:
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                gradient = torch.zeros_like(gradient, dtype=wide) if gradient.dtype != wide else gradient.zero_()
+            wanted[f"d{name}"] = gradient
+        return wanted
 
     def _bound(self, function: Callable[..., None], problem: Problem, scale: float) -> Callable[..., None]:
         return functools.partial(function, scale=scale, **_numbers(problem), **self._tiles)

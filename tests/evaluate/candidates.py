@@ -8,7 +8,7 @@ import torch
 
 from autoflash.evaluate.philox import dropout_keep
 from autoflash.problem import Alignment
-from autoflash.runtime.executable import NO_EXTRAS
+from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS
 from autoflash.variant import Choices, Family, Variant
 
 TILE = 16
@@ -42,15 +42,19 @@ class Kernel:
         return call
 
     def prepare_backward(self, problem, q, k, v, out, dout, scale, extras=NO_EXTRAS):
-        def call(q, k, v, out, lse, dout, dlse=None, dq=None, dk=None, dv=None, extras=NO_EXTRAS):
+        def call(q, k, v, out, lse, dout, dlse=None, dq=None, dk=None, dv=None, extras=NO_EXTRAS, terms=NO_TERMS):
             given = zip((dq, dk, dv), (q, k, v), strict=True)
             dq, dk, dv = (torch.empty_like(like) if grad is None else grad for grad, like in given)
             self._clear(problem, {"dq": (dq, 0.0), "dk": (dk, 0.0), "dv": (dv, 0.0)})
+            for term in terms:
+                if term is not None:
+                    term.zero_()
             for one, b, rows, keys in self._sequences(problem, extras):
                 parts = [tensor[:, :, rows] for tensor in (q, out, lse, dout)]
                 parts += [None if dlse is None else dlse[:, :, rows]]
                 grads = [dq[:, :, rows], dk[:, :, keys], dv[:, :, keys]]
-                self._backward(one, k[:, :, keys], v[:, :, keys], *parts, *grads, scale, extras, b)
+                self._backward(one, k[:, :, keys], v[:, :, keys], *parts, *grads, scale, extras, b, terms)
+            self._finish_terms(terms)
             self._damage(q, dq, extras)
             return dq, dk, dv
 
@@ -88,7 +92,7 @@ class Kernel:
                 self._diagonal = problem.seqlen_k - problem.seqlen_q
             yield one, b, slice(first, max(last, first)), slice(start, end)
 
-    def _scores(self, problem, q, k, scale, extras):
+    def _scores(self, problem, q, k, scale, extras, b):
         """Float32 scores [B, H, M, N], -inf where hidden, and the slope of the softcap."""
         group, fault = problem.group, self.fault
         s = q.float() @ k.float().repeat_interleave(group, dim=1).mT * scale
@@ -99,6 +103,11 @@ class Kernel:
         if problem.softcap and fault != "softcap ignored":
             capped = torch.tanh(s / problem.softcap)
             s, slope = problem.softcap * capped, 1.0 - capped * capped
+        if extras.alibi_slopes is not None and fault != "slopes ignored":
+            s = s - self._slopes(extras, b) * self._distance(problem, s)
+        bias = self._bias(extras, s.shape)
+        if bias is not None:
+            s = s + bias
         if mask is not None and fault != "float mask before the softcap":
             s = s.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else s + mask.float()
         rows, keys = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None]
@@ -125,6 +134,40 @@ class Kernel:
         if fault == "last key of a tile dropped":
             s = s.masked_fill(keys == 4 * TILE - 1, -math.inf)
         return s, slope
+
+    def _slopes(self, extras, b):
+        """[B or 1, H, 1, 1]; of packed sequences, those of one."""
+        slopes, fault = extras.alibi_slopes, self.fault
+        if extras.cu_seqlens_q is not None and len(slopes) > 1:
+            slopes = slopes[b : b + 1]
+        if fault == "slopes of the first batch entry":
+            slopes = slopes[:1]
+        if fault == "slopes of the next head":
+            slopes = slopes.roll(1, dims=1)
+        return slopes[:, :, None, None] * (-1.0 if fault == "slopes with the other sign" else 1.0)
+
+    def _distance(self, problem, s):
+        """[M, N]."""
+        rows, keys = torch.arange(s.shape[2])[:, None], torch.arange(s.shape[3])[None]
+        diagonal = self._diagonal if self.fault == "diagonal of the longest sequence" else problem.diagonal
+        distance = rows + diagonal + (self.fault == "distance from one query on") - keys
+        return distance if self.fault == "distance without its absolute value" else distance.abs()
+
+    def _bias(self, extras, shape):
+        """Float32, as it is added to scores [B, H, M, N]."""
+        fault = self.fault
+        if extras.bias is None or fault == "bias ignored":
+            return None
+        bias = extras.bias.float().expand(shape)
+        if fault == "bias of the first head":
+            return bias[:, :1]
+        if fault == "bias of the first batch entry":
+            return bias[:1]
+        if fault == "bias transposed" and shape[2] == shape[3]:
+            return bias.mT
+        if fault == "bias one key to the right":
+            return bias.roll(1, dims=-1)
+        return bias.roll(1, dims=-2) if fault == "bias one query down" else bias
 
     def _mask(self, extras):
         mask, fault = extras.mask, self.fault
@@ -165,10 +208,13 @@ class Kernel:
         return keep.float() if self.fault == "dropout not scaled" else keep.float() / share
 
     def _forward(self, problem, q, k, v, out, lse, scale, extras, b):
-        s, _ = self._scores(problem, q, k, scale, extras)
+        s, _ = self._scores(problem, q, k, scale, extras, b)
         values = v.float().repeat_interleave(problem.group, dim=1)
         kept = torch.as_tensor(self._kept(problem, q, k, extras, b, False)).expand_as(s)
         m, total, acc = torch.full((*s.shape[:3], 1), -1e30), torch.zeros(*s.shape[:3], 1), 0.0
+        sinks = self._sinks(extras)
+        if sinks is not None:
+            m, total = torch.maximum(m, sinks), total + (sinks > -math.inf)
         if self.fault == "maximum begins at 0":
             m = torch.zeros_like(m)
         for start in range(0, k.shape[2], TILE):
@@ -183,6 +229,8 @@ class Kernel:
             m = new
         result = acc / total.masked_fill(total == 0, 1.0) + torch.zeros(out.shape)
         result_lse = (m + total.log()).squeeze(-1)
+        if self.fault == "sink left out of the lse":
+            result_lse = torch.logsumexp(s, dim=-1)
         if self.fault == "lse a little too large":
             result_lse += 0.005
         if self.fault == "lse in base 2":
@@ -196,8 +244,30 @@ class Kernel:
         self._write("out", out, result)
         self._write("lse", lse, result_lse)
 
-    def _backward(self, problem, k, v, q, out, lse, dout, dlse, dq, dk, dv, scale, extras, b):
-        s, slope = self._scores(problem, q, k, scale, extras)
+    def _sinks(self, extras):
+        """[H, 1, 1]."""
+        if extras.sinks is None or self.fault == "sink ignored":
+            return None
+        sinks = extras.sinks[:, None, None]
+        if self.fault == "sink of the next head":
+            return sinks.roll(1, dims=0)
+        return sinks * math.log(2.0) if self.fault == "sink in base 2" else sinks
+
+    def _add_sinks_gradient(self, dsinks, sinks, lse, delta):
+        share = torch.exp(sinks[:, None] - lse.masked_fill(lse == -math.inf, math.inf))
+        dsinks -= (share * delta).sum(dim=(0, 2))
+
+    def _finish_terms(self, terms):
+        for name, term in terms._asdict().items():
+            if term is not None and self.fault == f"d{name} a little too large":
+                term *= 1.01
+            if term is not None and self.fault == f"last element of d{name} not written":
+                term.view(-1)[-1:] = math.nan
+            if term is not None and self.fault in (f"d{name} of the next head", f"d{name} of the next key"):
+                term.copy_(term.roll(1, dims=-1))
+
+    def _backward(self, problem, k, v, q, out, lse, dout, dlse, dq, dk, dv, scale, extras, b, terms):
+        s, slope = self._scores(problem, q, k, scale, extras, b)
         keys, values = (tensor.float().repeat_interleave(problem.group, dim=1) for tensor in (k, v))
         p = torch.exp(s - lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1))
         kept = self._kept(problem, q, k, extras, b, True)
@@ -206,7 +276,21 @@ class Kernel:
             delta = delta - dlse
         if self.fault == "delta left out":
             delta = torch.zeros_like(delta)
+        if terms.sinks is not None:
+            self._add_sinks_gradient(terms.sinks, extras.sinks, lse, delta)
         ds = p * (dout.float() @ values.mT * kept - delta.unsqueeze(-1))
+        if terms.alibi_slopes is not None:
+            parts = -(ds * self._distance(problem, s)).sum(dim=(2, 3))
+            total = terms.alibi_slopes
+            if extras.cu_seqlens_q is not None and len(total) > 1:
+                total = total[b : b + 1]
+            if self.fault == "dalibi_slopes of the first batch entry alone":
+                parts = parts[:1]
+            total += parts if len(total) == len(parts) else parts.sum(dim=0, keepdim=True)
+        if terms.bias is not None:
+            one = ds[:1] if self.fault == "dbias of the first batch entry alone" else ds
+            shared = [dim for dim in range(4) if terms.bias.shape[dim] == 1]
+            terms.bias.add_(one.sum(dim=shared, keepdim=True) if shared else one)
         if self.fault != "softcap without its derivative":
             ds = ds * slope
         p, ds = (p * (1.0 if self.fault == "dv without dropout" else kept)).to(q.dtype).float(), ds.to(q.dtype).float()

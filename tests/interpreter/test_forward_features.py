@@ -15,6 +15,7 @@ from autoflash.errors import InvalidProblemError
 from autoflash.evaluate.grid import Case
 from autoflash.evaluate.inputs import Lengths, Memory
 from autoflash.evaluate.masks import MaskForm, Pattern
+from autoflash.evaluate.terms import BiasForm
 from autoflash.evaluate.verify import run_case
 from autoflash.problem import Alignment, DType, Form, Mask, MaskTensor, Problem
 from autoflash.runtime.executable import NO_EXTRAS, Extras
@@ -49,15 +50,36 @@ WINDOW = {"window_left": 9, "window_right": 5}
 DROPOUT = {"dropout_p": 0.3}
 BOOL = {"mask_tensor": MaskTensor.BOOL}
 FLOAT = {"mask_tensor": MaskTensor.FLOAT}
+SINKS = {"sinks": True}
+BIAS = {"bias": True}
+ALIBI = {"alibi": True}
 FEATURES: dict[str, dict[str, object]] = {
     "softcap": SOFTCAP,
     "float_mask": FLOAT,
     "bool_mask": BOOL,
     "window": WINDOW,
+    "sinks": SINKS,
+    "alibi": ALIBI,
+    "alibi+bias": {**ALIBI, **BIAS},
+    "bias": BIAS,
+    "bias+bool_mask": {**BIAS, **BOOL},
     "dropout": DROPOUT,
     "softcap+float_mask+window+dropout": {**SOFTCAP, **FLOAT, **WINDOW, **DROPOUT},
+    "softcap+terms+float_mask+window+sinks+dropout": {
+        **SOFTCAP,
+        **ALIBI,
+        **BIAS,
+        **FLOAT,
+        **WINDOW,
+        **SINKS,
+        **DROPOUT,
+    },
     "softcap+bool_mask+window+dropout": {**SOFTCAP, **BOOL, **WINDOW, **DROPOUT},
 }
+
+# Of xformers, and those that are left.
+BIASES = ["bhmn", "hmn", "bmn", "mn", "bn", "hm", "n", "b", ""]
+MEMORIES = [Memory.DENSE, Memory.STRIDED, Memory.TRANSPOSED]
 
 # Empty ones, some shorter and some longer than a tile, of one query, of one key.
 LENGTHS: Lengths = ((5, 5), (0, 7), (33, 20), (0, 0), (1, 18), (9, 1), (3, 0))
@@ -84,6 +106,8 @@ def executable(problem: Problem, variant: Variant) -> TritonForward:
 
 def assert_passes_the_gate(variant: Variant, problem: Problem, **options: object) -> None:
     options = {"mask": MaskForm(), **options} if problem.mask_tensor is not MaskTensor.NONE else options
+    options = {"bias": BiasForm(), **options} if problem.bias else options
+    options = {"own_slopes": problem.is_varlen, **options} if problem.alibi else options
     options = {"rng": (-(2**62) + 5, 2**33 + 17), **options} if problem.dropout_p else options
     case = Case(problem=problem, **options)  # type: ignore[arg-type]  # fields of a case
 
@@ -108,7 +132,11 @@ def test_features_match_the_specification(structure: str, features: str) -> None
     assert_passes_the_gate(make_kernel(structure), dense(dtype=DTYPES[structure], mask=mask, **FEATURES[features]))
 
 
-@pytest.mark.parametrize("features", [{}, {**SOFTCAP, **WINDOW, **DROPOUT}], ids=["alone", "with_all"])
+@pytest.mark.parametrize(
+    "features",
+    [{}, SINKS, ALIBI, {**SOFTCAP, **ALIBI, **WINDOW, **SINKS, **DROPOUT}],
+    ids=["alone", "with_sinks", "with_alibi", "with_all"],
+)
 @pytest.mark.parametrize("structure", ["plain", "branch", "under"])
 def test_packed_sequences_match_the_specification(structure: str, features: dict[str, object]) -> None:
     mask = Mask.FULL if structure == "branch" else Mask.CAUSAL
@@ -118,9 +146,22 @@ def test_packed_sequences_match_the_specification(structure: str, features: dict
     assert_passes_the_gate(make_kernel(structure), problem, lengths=LENGTHS)
 
 
+@pytest.mark.parametrize("features", [{}, SINKS], ids=["plain", "sinks"])
 @pytest.mark.parametrize("lengths", [(), ((0, 0), (0, 0)), ((0, 4),), ((5, 0),)], ids=str)
-def test_packed_tensors_of_nothing_but_unused_rows(lengths: Lengths) -> None:
-    assert_passes_the_gate(make_kernel("under"), packed(lengths, (20, 18), dtype=DType.FP32), lengths=lengths)
+def test_packed_tensors_of_nothing_but_unused_rows(lengths: Lengths, features: dict[str, object]) -> None:
+    problem = packed(lengths, (20, 18), dtype=DType.FP32, **features)
+
+    assert_passes_the_gate(make_kernel("under"), problem, lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    ("problem", "lengths"),
+    [(dense(seqlen_k=0, **SINKS), ()), (packed(((5, 0), (2, 0)), (3, 0), **SINKS), ((5, 0), (2, 0)))],
+    ids=["dense", "packed"],
+)
+def test_without_any_key_the_sink_is_what_there_is(problem: Problem, lengths: Lengths) -> None:
+    assert problem.is_empty
+    assert_passes_the_gate(make_kernel("plain"), problem, lengths=lengths)
 
 
 def test_more_sequences_than_rows_of_a_tile() -> None:
@@ -144,6 +185,25 @@ def test_masks_of_every_kind(pattern: Pattern, structure: str, kind: dict[str, M
     problem = dense(dtype=DType.BF16, seqlen_k=35, batch=2, **kind)
 
     assert_passes_the_gate(make_kernel(structure), problem, mask=MaskForm(pattern=pattern))
+
+
+@pytest.mark.parametrize("alignment", Alignment)
+@pytest.mark.parametrize("sizes", [(19, 50), (50, 19)], ids=str)
+@pytest.mark.parametrize("structure", ["plain", "everything"])
+def test_slopes_of_each_batch_entry(structure: str, sizes: tuple[int, int], alignment: Alignment) -> None:
+    lengths = {"seqlen_q": sizes[0], "seqlen_k": sizes[1]}
+    problem = dense(dtype=DTYPES[structure], batch=2, alignment=alignment, **lengths, **ALIBI)
+
+    assert_passes_the_gate(make_kernel(structure), problem, own_slopes=True)
+
+
+@pytest.mark.parametrize("own", BIASES)
+@pytest.mark.parametrize("structure", ["plain", "everything"])
+def test_biases_of_every_shape(structure: str, own: str) -> None:
+    turn = BIASES.index(own)
+    form = BiasForm(own=own, dtype=list(DType)[turn % 3], memory=MEMORIES[turn % 3], has_holes=turn % 2 == 1)
+
+    assert_passes_the_gate(make_kernel(structure), dense(dtype=DType.BF16, seqlen_k=35, batch=2, **BIAS), bias=form)
 
 
 @pytest.mark.parametrize("memory", [Memory.STRIDED, Memory.TRANSPOSED, Memory.PACKED])
