@@ -183,6 +183,24 @@ def expanded_mask(mask: object, query: Tensor, key: Tensor) -> Tensor:
     return mask.detach().expand(shape)
 
 
+def checked_sinks(sinks: object, query: Tensor) -> Tensor:
+    """Sinks as kernels read them, [H] float32, contiguous, for a query of layout [B, H, S, D]. Differentiable.
+
+    Raises:
+        InvalidProblemError: for what is no floating tensor of that shape on the device of query.
+    """
+    if not isinstance(sinks, Tensor):
+        raise InvalidProblemError(f"sinks must be a tensor or None, got {type(sinks).__name__}")
+    if not sinks.dtype.is_floating_point or tuple(sinks.shape) != (query.shape[1],):
+        raise InvalidProblemError(
+            f"sinks must be floating, one for each query head: (H,) = ({query.shape[1]},), got {sinks.dtype} "
+            f"{tuple(sinks.shape)}"
+        )
+    if sinks.device != query.device:
+        raise InvalidProblemError(f"sinks must be on the device of query, got {sinks.device} and {query.device}")
+    return sinks.to(torch.float32).contiguous()
+
+
 def check_cu_seqlens(name: str, cu_seqlens: object, like: Tensor) -> Tensor:
     """Where packed sequences begin, as kernels read it: [B + 1] int32, contiguous.
 
@@ -317,6 +335,7 @@ def problem_of_tensors(
         window_right=None if options.window_right == UNBOUNDED else options.window_right,
         softcap=options.softcap,
         mask_tensor=_kind_of(extras.mask),
+        sinks=extras.sinks is not None,
         dropout_p=options.dropout_p,
         packed_q=rows_q if packed else None,
         packed_k=rows_k if packed else None,

@@ -16,6 +16,7 @@ from autoflash.arguments import (
     check_cu_seqlens,
     check_layout,
     check_tensors,
+    checked_sinks,
     draw_rng,
     dropout_of,
     expanded_mask,
@@ -55,7 +56,7 @@ def attention(
     bias: object = None,
     alibi_slopes: object = None,
     softcap: float | None = None,
-    sinks: object = None,
+    sinks: Tensor | None = None,
     score_mod: object = None,
     score_params: object = None,
     dropout_p: float = 0.0,
@@ -67,9 +68,9 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention by the best kernel that is known for this device.
 
-    softmax(query @ key^T * scale + mask) @ value, exactly. A query that sees no key gives 0, an LSE of -inf and no
-    gradient. Where several arguments hide keys, a key takes part that none of them hides. Differentiable once, in eager
-    mode and under ``torch.compile``.
+    softmax(query @ key^T * scale + mask) @ value, exactly. A query that sees no key gives 0, an LSE of -inf (or its
+    head's sink) and no gradient. Where several arguments hide keys, a key takes part that none of them hides.
+    Differentiable once, in eager mode and under ``torch.compile``.
 
     Args:
         query: [B, H, M, D] in float16, bfloat16 or float32, with any strides.
@@ -82,11 +83,12 @@ def attention(
         mask: Broadcastable to (B, H, M, N), whatever the layout of the others. bool: True takes part (so it is in
             torch's function too, and the contrary in torch.nn.MultiheadAttention). float16, bfloat16 or float32: added
             to the scores, after the softcap; it gets no gradient.
-        bias: Not built yet, as are ``alibi_slopes``, ``sinks``, ``score_mod`` and ``score_params``: setting one raises
+        bias: Not built yet, as are ``alibi_slopes``, ``score_mod`` and ``score_params``: setting one raises
             UnsupportedError.
         alibi_slopes: Not built yet.
         softcap: Scores become softcap * tanh(score / softcap); None or 0 leaves them alone.
-        sinks: Not built yet.
+        sinks: A score of each query head that has no key, [H], in any floating dtype: the probabilities of a row and
+            that of its sink add up to 1, and the LSE contains it. It has a gradient.
         score_mod: Not built yet.
         score_params: Not built yet.
         dropout_p: Share of the probabilities that are dropped, 0 <= p < 1; the others are divided by 1 - p. Which ones
@@ -107,17 +109,9 @@ def attention(
         UnsupportedError: (a NotImplementedError) for an argument that is not built yet, by name.
         NoKernelError: (a RuntimeError) where no kernel may run, as an unloaded one in a CUDA-graph capture.
     """
-    if (
-        bias is not None
-        or alibi_slopes is not None
-        or sinks is not None
-        or score_mod is not None
-        or score_params is not None
-    ):
-        refuse_unbuilt(
-            bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, score_mod=score_mod, score_params=score_params
-        )
-    is_plain = window is None and mask is None and softcap is None and dropout_p == 0.0
+    if bias is not None or alibi_slopes is not None or score_mod is not None or score_params is not None:
+        refuse_unbuilt(bias=bias, alibi_slopes=alibi_slopes, score_mod=score_mod, score_params=score_params)
+    is_plain = window is None and mask is None and softcap is None and sinks is None and dropout_p == 0.0
     if not is_plain or _is_autocast_on() or _is_special(query, key, value):
         return _in_full(
             query,
@@ -127,6 +121,7 @@ def attention(
             window=window,
             mask=mask,
             softcap=softcap,
+            sinks=sinks,
             dropout_p=dropout_p,
             scale=scale,
             layout=layout,
@@ -166,6 +161,7 @@ def attention_varlen(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     return_lse: bool = False,
@@ -190,6 +186,7 @@ def attention_varlen(
         causal: As for :func:`attention`, like all that follow; positions are counted within a sequence.
         window: See there.
         softcap: See there.
+        sinks: See there.
         dropout_p: See there.
         scale: See there.
         return_lse: Also give the log-sum-exp, float32, [H, T_Q].
@@ -205,11 +202,14 @@ def attention_varlen(
     q, k, v = autocast(query, key, value) or (query, key, value)
     check_tensors(q, k, v, "thd")
     extras = packed_extras(q, k, cu_seqlens_q, cu_seqlens_k)
+    rows = packed(q, k, v)
     dropout = dropout_of(dropout_p)
     if dropout:
         extras = extras._replace(rng=draw_rng(q))
+    if sinks is not None:
+        extras = extras._replace(sinks=checked_sinks(sinks, rows[0]))
     out, lse = _run(
-        *packed(q, k, v),
+        *rows,
         extras,
         causal=causal,
         window=window_of(window),
@@ -246,6 +246,7 @@ def _in_full(
     window: object,
     mask: object,
     softcap: object,
+    sinks: object,
     dropout_p: object,
     scale: float | None,
     layout: str,
@@ -260,8 +261,12 @@ def _in_full(
     q, k, v = heads_first(query, key, value, layout)
     dropout = dropout_of(dropout_p)
     extras = NO_EXTRAS
-    if mask is not None or dropout:
-        extras = Extras(mask=None if mask is None else expanded_mask(mask, q, k), rng=draw_rng(q) if dropout else None)
+    if mask is not None or sinks is not None or dropout:
+        extras = Extras(
+            mask=None if mask is None else expanded_mask(mask, q, k),
+            rng=draw_rng(q) if dropout else None,
+            sinks=None if sinks is None else checked_sinks(sinks, q),
+        )
     out, lse = _run(
         q,
         k,
@@ -298,7 +303,7 @@ def _run(
     longest: tuple[int, int] = (0, 0),
 ) -> Pair:
     """Out and LSE for checked tensors of layout [B, H, S, D], by the prepared call or the registered operator."""
-    training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    training = asks_for_gradients(q, k, v, extras)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     if _is_special(q, k, v):
@@ -327,6 +332,12 @@ def _run(
         if known is None:
             return CALLS.first(call, q, k, v, options, extras)[1]
         return known.run(q, k, v) if extras is NO_EXTRAS else known.run(q, k, v, extras)
+
+
+def asks_for_gradients(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> bool:
+    """Whether autograd will want the gradient of one of these tensors."""
+    terms = (extras.sinks,)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, *terms))
 
 
 def call_key_of(q: Tensor, k: Tensor, v: Tensor, options: Options, extras: Extras) -> tuple[object, ...]:

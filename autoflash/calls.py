@@ -6,7 +6,7 @@ a later call costs one dictionary lookup.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +18,16 @@ from autoflash.dispatch.resolve import Resolution, Resolver
 from autoflash.dispatch.table import Table
 from autoflash.errors import UnsupportedError
 from autoflash.problem import Pass, Problem
-from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Executable, Extras, ForwardCall
+from autoflash.runtime.executable import (
+    NO_EXTRAS,
+    NO_TERMS,
+    BackwardCall,
+    Executable,
+    Extras,
+    ForwardCall,
+    TermGradients,
+)
+from autoflash.runtime.trivial import empty_backward, fill_empty
 from autoflash.trial import Level, Verification
 from autoflash.variant import Family
 
@@ -83,6 +92,7 @@ class Prepared:
         dlse: Tensor | None,
         into: Triple | None = None,
         extras: Extras = NO_EXTRAS,
+        terms: TermGradients = NO_TERMS,
     ) -> Triple:
         """Gradients of q, k and v; any strides of the incoming gradients are right.
 
@@ -96,10 +106,11 @@ class Prepared:
             dlse: Gradient of ``lse``; None where it was not used.
             into: dq, dk and dv to fill; None to have them allocated.
             extras: Those of the forward.
+            terms: Gradients of extras to fill.
         """
         if _has_no_work(q, k, self._options):
-            dq, dk, dv = into or (torch.empty_like(q), torch.empty_like(k), torch.empty_like(v))
-            return dq.zero_(), dk.zero_(), dv.zero_()
+            dq, dk, dv = into or _ALLOCATE
+            return empty_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, extras, terms)
         if self._problem is None:
             return self._vendor_backward(q, k, v, dout, into)
         dout = _regular(dout, out)
@@ -107,8 +118,9 @@ class Prepared:
         key = (dout.stride(), dout.data_ptr() % 16, out.stride(), dlse is None)
         known = self._backwards.get(key)
         if known is not None:
-            return known[0](q, k, v, out, lse, dout, dlse, *(into or _ALLOCATE), extras)  # type: ignore[call-arg]  # three
-        return self._first_backward(key, q, k, v, out, lse, dout, dlse, into, extras)
+            dq, dk, dv = into or _ALLOCATE
+            return known[0](q, k, v, out, lse, dout, dlse, dq, dk, dv, extras, terms)
+        return self._first_backward(key, q, k, v, out, lse, dout, dlse, into, extras, terms)
 
     def differentiable(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras = NO_EXTRAS) -> Pair:
         """The forward pass, recorded for autograd."""
@@ -142,6 +154,7 @@ class Prepared:
         dlse: Tensor | None,
         into: Triple | None,
         extras: Extras,
+        terms: TermGradients,
     ) -> Triple:
         problem, scale = self._problem, self._options.scale
         assert problem is not None
@@ -149,7 +162,7 @@ class Prepared:
 
         def run(executable: Executable) -> tuple[BackwardCall, Triple]:
             call = _on_device(executable.prepare_backward(problem, q, k, v, out, dout, scale, extras), q.device)
-            return call, call(q, k, v, out, lse, dout, dlse, dq, dk, dv, extras)
+            return call, call(q, k, v, out, lse, dout, dlse, dq, dk, dv, extras, terms)
 
         with self._resolver.lock:
             resolution, (call, gradients) = self._resolver.first_call(
@@ -178,21 +191,45 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse, *extras = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            found: Triple = ctx.prepared.backward(q, k, v, out, lse, dout, dlse, None, Extras(*extras))
-        if torch.is_grad_enabled():
-            found = _Once.apply(*found, q, k, v, dout)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
         wanted = ctx.needs_input_grad
-        asked_for = (gradient if wanted[i] else None for i, gradient in enumerate(found))
-        return (*asked_for, None, *(None for _ in extras))
+        given = Extras(*extras)
+        terms = terms_of(given, wanted[_FIRST_EXTRA:])
+        with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
+            found = ctx.prepared.backward(q, k, v, out, lse, dout, dlse, None, given, terms)
+        of_terms = tuple(term for term in terms if term is not None)
+        if torch.is_grad_enabled():
+            found = _Once.apply(3 + len(of_terms), *found, *of_terms, q, k, v, dout)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
+            terms = TermGradients(*_in_places(terms, found[3:]))
+        asked_for = (gradient if wanted[i] else None for i, gradient in enumerate(found[:3]))
+        return (*asked_for, None, *(getattr(terms, name, None) for name in Extras._fields))
+
+
+# Of the arguments of the function above: q, k, v and the prepared call come before them.
+_FIRST_EXTRA = 4
+
+
+def terms_of(extras: Extras, wanted: Sequence[bool]) -> TermGradients:
+    """Gradients to be written of those extras that are wanted, in the order of the extras."""
+    if not any(wanted):
+        return NO_TERMS
+    asked = {name for name, is_wanted in zip(Extras._fields, wanted, strict=True) if is_wanted}
+    return TermGradients(
+        *(torch.empty_like(getattr(extras, name)) if name in asked else None for name in TermGradients._fields)
+    )
+
+
+def _in_places(terms: TermGradients, made: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+    """Others for those terms that there are."""
+    rest = iter(made)
+    return tuple(None if term is None else next(rest) for term in terms)
 
 
 class _Once(torch.autograd.Function):
     """Gradients that refuse, in plain words, to be differentiated again."""
 
     @staticmethod
-    def forward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor, *inputs: Tensor) -> Triple:
-        return dq, dk, dv
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors[:count]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
@@ -378,10 +415,10 @@ def _no_work(
     lse: Tensor | None = None,
     extras: Extras = NO_EXTRAS,
 ) -> Pair:
-    """No query, or no key: outputs are empty or 0, and LSE is -inf."""
+    """No query, or no key: outputs are empty or 0, and LSE is -inf or the sink."""
     out = q.new_empty(*q.shape[:3], v.shape[3]) if out is None else out
     lse = q.new_empty(q.shape[:3], dtype=torch.float32) if lse is None else lse
-    return out.zero_(), lse.fill_(float("-inf"))
+    return out.zero_(), fill_empty(lse, extras)
 
 
 def _regular(dout: Tensor, out: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from autoflash.arguments import (
     Options,
     check_layout,
     check_tensors,
+    checked_sinks,
     dropout_of,
     expanded_mask,
     problem_of_tensors,
@@ -24,6 +25,7 @@ from autoflash.arguments import (
     window_of,
 )
 from autoflash.attention import (
+    asks_for_gradients,
     attention,
     attention_varlen,
     autocast,
@@ -55,6 +57,7 @@ def explain(
     window: tuple[int | None, int | None] | None = None,
     mask: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     layout: str = "bhsd",
@@ -79,6 +82,7 @@ def explain(
         window: See there.
         mask: See there.
         softcap: See there.
+        sinks: See there.
         dropout_p: See there.
         scale: See there.
         layout: See there.
@@ -106,7 +110,9 @@ def explain(
         check_tensors(query, key, value, layout)
         q, k, v = heads_first(query, key, value, layout)
         extras = NO_EXTRAS if mask is None else Extras(mask=expanded_mask(mask, q, k))
-    training = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    if sinks is not None:
+        extras = extras._replace(sinks=checked_sinks(sinks, q))
+    training = asks_for_gradients(q, k, v, extras)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     options = options_of(
@@ -149,6 +155,7 @@ def warmup(
     window: tuple[int | None, int | None] | None = None,
     mask: Tensor | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     layout: str = "bhsd",
@@ -176,6 +183,7 @@ def warmup(
         window: See there.
         mask: See there.
         softcap: See there.
+        sinks: See there.
         dropout_p: See there.
         scale: See there.
         layout: Of the shapes, see there.
@@ -199,6 +207,7 @@ def warmup(
         "causal": causal,
         "window": window,
         "softcap": softcap,
+        "sinks": sinks,
         "dropout_p": dropout_p,
         "scale": scale,
         "return_lse": return_lse,

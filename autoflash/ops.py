@@ -6,7 +6,7 @@ Eager calls do not come here: they go straight to the prepared calls, which are 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from autoflash import paths
 from autoflash.arguments import Options, check_tensors, policy_of
 from autoflash.calls import Calls, Pair, Prepared, Triple
 from autoflash.errors import UnsupportedError
-from autoflash.runtime.executable import NO_EXTRAS, Extras
+from autoflash.runtime.executable import NO_EXTRAS, Extras, TermGradients
 from autoflash.runtime.layouts import strides_in_order_of
 
 CALLS = Calls()
@@ -27,17 +27,18 @@ _OPTIONS = (
     "SymInt window_right, float softcap, float dropout_p, SymInt longest_q, SymInt longest_k"
 )
 _INPUTS = "Tensor query, Tensor key, Tensor value"
-_EXTRAS = "Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng"
+_EXTRAS = "Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng, Tensor? sinks"
+_WANTED = "bool sinks_gradient"
 
 # torch leaves Library untyped.
 _library: Any = torch.library.Library("autoflash", "DEF")  # type: ignore[no-untyped-call]
-# How many extras there are, and where two of the options stand.
-_COUNT, _RETURN_LSE, _TRAINING = len(Extras._fields), 4, 5
+# How many extras there are, of how many one may ask for gradients, and where two of the options stand.
+_COUNT, _TERMS, _RETURN_LSE, _TRAINING = len(Extras._fields), len(TermGradients._fields), 4, 5
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library.define(f"attention_forward({_INPUTS}, {_EXTRAS}, {_OPTIONS}) -> (Tensor, Tensor)", tags=_TAGS)
 _library.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, {_EXTRAS}, {_OPTIONS}) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"attention_backward(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, "
+    f"{_EXTRAS}, {_WANTED}, {_OPTIONS}) -> ({', '.join(['Tensor'] * (3 + len(TermGradients._fields)))})",
     tags=_TAGS,
 )
 
@@ -111,12 +112,8 @@ def _prepared(query: Tensor, key: Tensor, value: Tensor, extras: Extras, *option
     return CALLS.first(call, query, key, value, chosen, extras, differentiable=False)
 
 
-def _extras(
-    mask: Tensor | None, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, rng: Tensor | None
-) -> Extras:
-    if mask is None and cu_seqlens_q is None and cu_seqlens_k is None and rng is None:
-        return NO_EXTRAS
-    return Extras(mask=mask, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, rng=rng)
+def _extras(*given: Tensor | None) -> Extras:
+    return NO_EXTRAS if all(extra is None for extra in given) else Extras(*given)
 
 
 @contextlib.contextmanager
@@ -152,22 +149,38 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     *rest: Any,
-) -> Triple:
+) -> tuple[Tensor, ...]:
     with _eager(query.device.type):
-        extras, options = _extras(*rest[:_COUNT]), list(rest[_COUNT:])
+        extras, options = _extras(*rest[:_COUNT]), list(rest[_COUNT + _TERMS :])
+        terms = _term_gradients(extras, rest[_COUNT : _COUNT + _TERMS])
         # Whatever the forward was told: a gradient is wanted now.
         options[_TRAINING] = True
         prepared, _ = _prepared(query, key, value, extras, *options)
         into = _gradients(query, key, value)
-        return prepared.backward(query, key, value, out, lse, dout, dlse, into, extras)
+        made = prepared.backward(query, key, value, out, lse, dout, dlse, into, extras, terms)
+        return (*made, *_all(terms, query))
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Pair:
     return _outputs(query, value)
 
 
-def _fake_backward(dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Triple:
-    return _gradients(query, key, value)
+def _fake_backward(
+    dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> tuple[Tensor, ...]:
+    terms = _term_gradients(Extras(*rest[:_COUNT]), rest[_COUNT : _COUNT + _TERMS])
+    return (*_gradients(query, key, value), *_all(terms, query))
+
+
+def _term_gradients(extras: Extras, wanted: Sequence[bool]) -> TermGradients:
+    """Gradients to be written of the terms that are wanted, in the order of :class:`TermGradients`."""
+    asked = zip(TermGradients._fields, wanted, strict=True)
+    return TermGradients(*(torch.empty_like(getattr(extras, name)) if is_wanted else None for name, is_wanted in asked))
+
+
+def _all(terms: TermGradients, query: Tensor) -> list[Tensor]:
+    """A tensor for each: one without elements for those that nobody asked for, since operators return no None."""
+    return [query.new_empty(0) if term is None else term for term in terms]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
@@ -181,13 +194,17 @@ def _differentiate(
     dout: Tensor | None,
     dlse: Tensor | None,
     *,
-    operator: Callable[..., Triple] = torch.ops.autoflash.attention_backward,
+    operator: Callable[..., tuple[Tensor, ...]] = torch.ops.autoflash.attention_backward,
 ) -> tuple[Tensor | None, ...]:
     query, key, value, *extras, out, lse = ctx.saved_tensors
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = dlse if ctx.options[_RETURN_LSE] else None
-    gradients = operator(dout, dlse, query, key, value, out, lse, *extras, *ctx.options)
-    return (*gradients, *(None for _ in (*extras, *ctx.options)))
+    needed = dict(zip(Extras._fields, ctx.needs_input_grad[3 : 3 + _COUNT], strict=True))
+    wanted = [needed[name] for name in TermGradients._fields]
+    made = operator(dout, dlse, query, key, value, out, lse, *extras, *wanted, *ctx.options)
+    terms = dict(zip(TermGradients._fields, made[3:], strict=True))
+    of_extras = (terms[name] if needed[name] else None for name in Extras._fields)
+    return (*made[:3], *of_extras, *(None for _ in ctx.options))
 
 
 class Transformable(torch.autograd.Function):
@@ -218,12 +235,12 @@ class _TransformableBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*arguments: Any) -> Triple:
-        triple: Triple = torch.ops.autoflash.attention_backward(*arguments)
-        return triple
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        made: tuple[Tensor, ...] = torch.ops.autoflash.attention_backward(*arguments)
+        return made
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Triple) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         """Nothing is kept: there is no second derivative."""
 
     @staticmethod
@@ -242,16 +259,24 @@ def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 def _map(operator: Any, tensors: int) -> Any:
     """The rule of an operator whose first tensors, and the mask behind them, have a batch dimension."""
 
-    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    def rule(
+        info: Any, in_dims: tuple[int | None, ...], *arguments: Any
+    ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
         size = info.batch_size
-        cu_seqlens_q, _, rng = arguments[tensors + 1 : tensors + _COUNT]
+        extras = Extras(*arguments[tensors : tensors + _COUNT])
+        cu_seqlens_q, rng = extras.cu_seqlens_q, extras.rng
+        if extras.sinks is not None:
+            raise UnsupportedError("vmap with sinks is not built: give the mapped dimension to the batch instead")
         if cu_seqlens_q is not None:
             raise UnsupportedError("vmap of packed sequences is not built: pack more sequences instead")
         if rng is not None:
             raise UnsupportedError("vmap with dropout is not built: give the mapped dimension to the batch instead")
         folded = [_fold(x, dim, size) for x, dim in zip(arguments[: tensors + 1], in_dims[: tensors + 1], strict=True)]
         results = operator(*folded, *arguments[tensors + 1 :])
-        return tuple(result.unflatten(0, (size, -1)) for result in results), (0,) * len(results)
+        mapped = tuple(result.unflatten(0, (size, -1)) for result in results if result.ndim > 1)
+        # Those that nobody asked for.
+        rest = results[len(mapped) :]
+        return (*mapped, *rest), (*(0 for _ in mapped), *(None for _ in rest))
 
     return rule
 

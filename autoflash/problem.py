@@ -48,7 +48,8 @@ class Alignment(str, Enum):
 class Feature(str, Enum):
     """What a problem asks for beyond plain attention. Each is a partial of the templates, and part of a kernel's form.
 
-    The order is that of a score's life: soft-capped, added to, hidden; then probabilities are dropped.
+    The order is that of a score's life: soft-capped, added to, hidden; it becomes a probability beside its sink; then
+    probabilities are dropped.
     """
 
     VARLEN = "varlen"
@@ -61,6 +62,8 @@ class Feature(str, Enum):
     """A tensor says which pairs take part."""
     WINDOW = "window"
     """Keys too far to the left or right of the query's position are hidden."""
+    SINKS = "sinks"
+    """Each head has a score that takes its share of the softmax, and has no key."""
     DROPOUT = "dropout"
     """Probabilities are dropped at random, and the others scaled up."""
 
@@ -102,6 +105,7 @@ class Problem:
             has no bound there. A causal mask takes its part as well.
         softcap: Scores become softcap * tanh(score / softcap); 0 leaves them alone.
         mask_tensor: Whether each pair also has an element of a tensor, and of which kind.
+        sinks: Each head has a score without a key.
         dropout_p: Share of the probabilities that are dropped, 0 <= p < 1.
         packed_q, packed_k: Rows of packed tensors [1, H, T, D], those behind the last sequence included; None where
             nothing is packed.
@@ -124,6 +128,7 @@ class Problem:
     window_right: int | None = None
     softcap: float = 0.0
     mask_tensor: MaskTensor = MaskTensor.NONE
+    sinks: bool = False
     dropout_p: float = 0.0
     packed_q: int | None = None
     packed_k: int | None = None
@@ -186,6 +191,7 @@ class Problem:
             Feature.FLOAT_MASK: self.mask_tensor is MaskTensor.FLOAT,
             Feature.BOOL_MASK: self.mask_tensor is MaskTensor.BOOL,
             Feature.WINDOW: self.has_window,
+            Feature.SINKS: self.sinks,
             Feature.DROPOUT: self.dropout_p > 0.0,
         }
         return tuple(feature for feature in Feature if asked[feature])
@@ -271,6 +277,15 @@ class Form:
             ValueError: for a name that no feature has.
         """
         return any(Feature(name) in self.features for name in names)
+
+    @property
+    def tile_features(self) -> tuple[Feature, ...]:
+        """The features that kernels look at where they visit a tile of scores.
+
+        A forward resolves packed sequences before that. A backward has nothing to do with sinks: they are in the LSE.
+        """
+        elsewhere = Feature.VARLEN if self.op is Pass.FORWARD else Feature.SINKS
+        return tuple(feature for feature in self.features if feature is not elsewhere)
 
     def __str__(self) -> str:
         """Short form such as ``forward/causal`` or ``forward/causal+softcap+window``."""

@@ -16,7 +16,15 @@ from autoflash.evaluate.evaluator import Outcome
 from autoflash.evaluate.isolated import IsolatedEvaluator, TimeLimits
 from autoflash.problem import Form, Problem
 from autoflash.runtime.bind import bind as real_bind
-from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Executable, Extras, ForwardCall
+from autoflash.runtime.executable import (
+    NO_EXTRAS,
+    NO_TERMS,
+    BackwardCall,
+    Executable,
+    Extras,
+    ForwardCall,
+    TermGradients,
+)
 from autoflash.trial import Resources, Status
 from autoflash.variant import Family, Variant
 
@@ -147,9 +155,10 @@ class Faulty:
             dk: Tensor | None = None,
             dv: Tensor | None = None,
             extras: Extras = NO_EXTRAS,
+            terms: TermGradients = NO_TERMS,
         ) -> tuple[Tensor, Tensor, Tensor]:
             self._before()
-            result = call(q, k, v, out, lse, dout, dlse, dq, dk, dv, extras)
+            result = call(q, k, v, out, lse, dout, dlse, dq, dk, dv, extras, terms)
             self._after(result[0])
             return result
 

@@ -15,7 +15,7 @@ from autoflash.evaluate import exact
 from autoflash.evaluate.semantics import Semantics
 from autoflash.evaluate.yardstick import plain_gradients
 from autoflash.problem import Alignment, DType, Form, Mask, Pass, Problem
-from autoflash.runtime.executable import NO_EXTRAS, Extras
+from autoflash.runtime.executable import NO_EXTRAS, Extras, TermGradients
 from autoflash.runtime.triton_backward import TritonBackward
 from autoflash.variant import Choices, Family, Variant
 from tests.factories import make_problem
@@ -146,7 +146,8 @@ def run(
     scale = problem.head_dim**-0.5 if scale is None else scale
     tensors = (inputs.q, inputs.k, inputs.v, inputs.out)
     call = executable.prepare_backward(problem, *tensors, inputs.dout, scale, inputs.extras)
-    return call(*tensors, inputs.lse, inputs.dout, inputs.dlse, extras=inputs.extras, **given)
+    terms = TermGradients.unwritten(problem, inputs.extras)
+    return call(*tensors, inputs.lse, inputs.dout, inputs.dlse, extras=inputs.extras, terms=terms, **given)
 
 
 def assert_gradients(got: Gradients, problem: Problem, inputs: Inputs, *, scale: float | None = None) -> None:

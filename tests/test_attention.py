@@ -201,7 +201,6 @@ def test_no_queries_give_an_empty_output(kernels: FakeKernels, sizes: dict[str, 
     [
         ("bias", torch.zeros(1, 4, 33, 65)),
         ("alibi_slopes", torch.ones(4)),
-        ("sinks", torch.zeros(4)),
         ("score_mod", lambda score: score),
         ("score_params", ()),
     ],

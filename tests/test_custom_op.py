@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoflash
+from autoflash.runtime.executable import Extras, TermGradients
 from tests.dispatch.fakes import FakeKernels, dispatching
 
 # Dynamo itself warns of its own deprecations, which filterwarnings=error would make failures of ours.
@@ -19,7 +20,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 FORWARD = torch.ops.autoflash.attention_forward.default
 BACKWARD = torch.ops.autoflash.attention_backward.default
-PLAIN = (None, None, None, None)
+PLAIN = (None,) * len(Extras._fields)
+NOT_WANTED = (False,) * len(TermGradients._fields)
 NO_FEATURES = (-1, -1, 0.0, 0.0, 0, 0)
 LAYOUTS = list(itertools.product([False, True], repeat=3))
 # Tracing through AOTAutograd takes seconds; which strides it sees is the business of the fake tensors' check.
@@ -67,9 +69,9 @@ def test_opcheck_accepts_the_forward(layouts: tuple[bool, bool, bool], checks: t
 @pytest.mark.parametrize(("layouts", "checks"), CHECKED)
 def test_opcheck_accepts_the_backward(layouts: tuple[bool, bool, bool], checks: tuple[str, ...]) -> None:
     q, k, v = (make(transposed) for transposed in layouts)
-    options = (*PLAIN, 0.25, "bottom_right", False, "never", False, True, *NO_FEATURES)
-    out, lse = FORWARD(q, k, v, *options)
-    arguments = (torch.randn(out.shape), None, q, k, v, out, lse, *options)
+    options = (0.25, "bottom_right", False, "never", False, True, *NO_FEATURES)
+    out, lse = FORWARD(q, k, v, *PLAIN, *options)
+    arguments = (torch.randn(out.shape), None, q, k, v, out, lse, *PLAIN, *NOT_WANTED, *options)
 
     result = torch.library.opcheck(BACKWARD, arguments, test_utils=checks)
 

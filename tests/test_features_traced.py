@@ -12,6 +12,7 @@ from torch import Tensor
 import autoflash
 from autoflash.arguments import draw_rng
 from autoflash.errors import InvalidProblemError, UnsupportedError
+from autoflash.runtime.executable import Extras
 from tests.featured import (
     LENGTHS_K,
     LENGTHS_Q,
@@ -81,12 +82,12 @@ def test_compiled_packed_sequences_and_dropout_run_whole() -> None:
 @pytest.mark.parametrize("name", [*FEATURES, "varlen"])
 def test_opcheck_accepts_featured_calls(name: str) -> None:
     options: tuple[object, ...] = (0.25, "full", False, "never", True, True)
-    extras: list[Tensor | None] = [None, None, None, None]
+    extras: list[Tensor | None] = [None] * len(Extras._fields)
     features: tuple[object, ...] = (-1, -1, 0.0, 0.0, 0, 0)
     q, k, v = tensors(grad=True)
     if name == "varlen":
         q, k, v = (x.detach().transpose(0, 1)[None].requires_grad_() for x in packed(3))
-        extras[1:] = [offsets(LENGTHS_Q), offsets(LENGTHS_K), draw_rng(q)]
+        extras[1:4] = [offsets(LENGTHS_Q), offsets(LENGTHS_K), draw_rng(q)]
         features = (9, -1, 0.0, 0.1, 0, 0)
     elif name == "window":
         features = (7, 3, 0.0, 0.0, 0, 0)

@@ -25,6 +25,7 @@ def problem_json(problem: Problem) -> dict[str, Json]:
         "window": [problem.window_left, problem.window_right],
         "softcap": problem.softcap,
         "mask_tensor": problem.mask_tensor.value,
+        "sinks": problem.sinks,
         "dropout_p": problem.dropout_p,
         "packed": problem.is_varlen,
     }

@@ -56,10 +56,11 @@ def feature_options(command: Callable[Concatenate[Asked, P], R]) -> Callable[P, 
     )
     @click.option("--bool-mask", is_flag=True, help="With a tensor that says which pairs take part.")
     @click.option("--float-mask", is_flag=True, help="With a tensor that is added to the scores.")
+    @click.option("--sinks", is_flag=True, help="With a score of each head that has no key.")
     @click.option("--varlen", is_flag=True, help="Sequences of different lengths, packed one after the other.")
     @functools.wraps(command)
     def with_asked(*args: P.args, **options: P.kwargs) -> R:
-        names = ("window", "softcap", "dropout", "bool_mask", "float_mask", "varlen")
+        names = ("window", "softcap", "dropout", "bool_mask", "float_mask", "sinks", "varlen")
         return command(_asked(**{name: options.pop(name) for name in names}), *args, **options)  # type: ignore[arg-type]  # click has typed them
 
     return with_asked
@@ -87,6 +88,7 @@ def _asked(
     dropout: float,
     bool_mask: bool,
     float_mask: bool,
+    sinks: bool,
     varlen: bool,
 ) -> Asked:
     mask_tensor = _mask_tensor(bool_mask, float_mask)
@@ -97,6 +99,7 @@ def _asked(
         softcap=softcap,
         dropout_p=dropout,
         mask_tensor=mask_tensor,
+        sinks=sinks,
         packed=varlen,
     )
 

@@ -25,7 +25,7 @@ _SEQLEN = 384
 
 _WINDOW: dict[str, object] = {"window_left": 127, "window_right": 31}
 _PACKED: dict[str, object] = {"batch": 2, "packed_q": 2 * _SEQLEN, "packed_k": 2 * _SEQLEN}
-_SCORES: dict[str, object] = {"mask": Mask.CAUSAL, "window_left": 127, "softcap": 20.0, "dropout_p": 0.1}
+_SCORES: dict[str, object] = {"mask": Mask.CAUSAL, "window_left": 127, "softcap": 20.0, "dropout_p": 0.1, "sinks": True}
 
 FORMS: dict[str, dict[str, object]] = {
     Mask.FULL.value: {},
@@ -35,6 +35,7 @@ FORMS: dict[str, dict[str, object]] = {
     Feature.FLOAT_MASK.value: {"mask_tensor": MaskTensor.FLOAT},
     Feature.BOOL_MASK.value: {"mask_tensor": MaskTensor.BOOL},
     Feature.WINDOW.value: _WINDOW,
+    Feature.SINKS.value: {"sinks": True},
     Feature.DROPOUT.value: {"dropout_p": 0.1},
     "together": {**_SCORES, "mask_tensor": MaskTensor.FLOAT},
     "together_varlen": {**_SCORES, **_PACKED},

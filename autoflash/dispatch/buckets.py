@@ -101,6 +101,7 @@ def problem_of(cell: Cell, device: Device) -> Problem:
         window_right=right,
         softcap=_SOFTCAP if Feature.SOFTCAP in cell.features else 0.0,
         mask_tensor=_mask_tensor(cell),
+        sinks=Feature.SINKS in cell.features,
         dropout_p=_DROPOUT_P if Feature.DROPOUT in cell.features else 0.0,
         packed_q=batch * seqlen_q if is_varlen else None,
         packed_k=batch * seqlen_k if is_varlen else None,

@@ -18,7 +18,7 @@ _MOST_HITS = 3
 
 # A kernel does a little more for each pair with these, but visits the same tiles: what is fast without is seldom slow
 # with them. A window changes which tiles there are, and packed sequences how long they are.
-_NEUTRAL = (Feature.SOFTCAP, Feature.FLOAT_MASK, Feature.BOOL_MASK, Feature.DROPOUT)
+_NEUTRAL = (Feature.SOFTCAP, Feature.FLOAT_MASK, Feature.BOOL_MASK, Feature.SINKS, Feature.DROPOUT)
 
 
 class VendorPolicy(str, Enum):

@@ -19,7 +19,7 @@ from autoflash.evaluate.grid import Case, screen_cases
 from autoflash.evaluate.inputs import Inputs
 from autoflash.evaluate.semantics import Block, Semantics
 from autoflash.evaluate.verify import run_case, running_on
-from autoflash.evaluate.yardstick import plain, plain_gradients
+from autoflash.evaluate.yardstick import plain, plain_gradients, plain_term_gradients
 from autoflash.problem import Feature, Pass, Problem
 from autoflash.runtime.executable import Executable
 
@@ -39,7 +39,7 @@ class Errors:
     """Largest absolute errors of one output against float64.
 
     Attributes:
-        output: ``out``, ``dq``, ``dk`` or ``dv``.
+        output: ``out``, ``dq``, ``dk``, ``dv`` or that of a term, such as ``dsinks``.
         kernel: Of the kernel.
         torch: Of those of torch's backends that can do the problem, by name, and of plain torch math.
     """
@@ -113,9 +113,9 @@ def accuracy_cases(problem: Problem) -> tuple[Case, ...]:
 def torch_errors(case: Case, device: str) -> dict[str, dict[str, float]]:
     """Largest errors by backend and output; computed once for all the kernels that are compared on a case.
 
-    A backend is left out where it cannot do the problem (softcap, or a dropout of given numbers), raises, or gives
-    elements that are not finite. Causal masks that are aligned to the bottom right and windows are given to it as a
-    mask; key heads are repeated; packed sequences are computed one by one.
+    A backend is left out where it cannot do the problem (softcap, sinks, or a dropout of given numbers), raises, or
+    gives elements that are not finite. Causal masks that are aligned to the bottom right and windows are given to it as
+    a mask; key heads are repeated; packed sequences are computed one by one.
     """
     problem = case.problem
     wanted = expected(case, device, True)
@@ -123,7 +123,7 @@ def torch_errors(case: Case, device: str) -> dict[str, dict[str, float]]:
     semantics = Semantics.of_problem(problem, case.score_scale, expanded(inputs.extras, inputs.q, inputs.k))
     exact = {name: limit.exact for name, limit in wanted.limits}
     errors: dict[str, dict[str, float]] = {}
-    usable = {Feature.SOFTCAP, Feature.DROPOUT}.isdisjoint(problem.features) and not case.with_dlse
+    usable = {Feature.SOFTCAP, Feature.SINKS, Feature.DROPOUT}.isdisjoint(problem.features) and not case.with_dlse
     for name, backend in BACKENDS.items() if usable else ():
         results = _by_backend(backend, inputs, semantics, problem.op)
         found = {} if results is None else {key: _largest(results[key], exact[key]) for key in exact}
@@ -133,10 +133,11 @@ def torch_errors(case: Case, device: str) -> dict[str, dict[str, float]]:
     if problem.op is Pass.FORWARD:
         errors[PLAIN] = {"out": _largest(plain(q, k, v, semantics)[0], exact["out"])}
     else:
-        grads = plain_gradients(q, k, v, inputs.dout, inputs.dlse if case.with_dlse else None, semantics)
-        errors[PLAIN] = {
-            name: _largest(grad, exact[name]) for name, grad in zip(("dq", "dk", "dv"), grads, strict=True)
-        }
+        given = (q, k, v, inputs.dout, inputs.dlse if case.with_dlse else None, semantics)
+        grads = dict(zip(("dq", "dk", "dv"), plain_gradients(*given), strict=True))
+        if not set(exact) <= set(grads):
+            grads |= {f"d{name}": term for name, term in plain_term_gradients(*given)._asdict().items()}
+        errors[PLAIN] = {name: _largest(grads[name], wanted) for name, wanted in exact.items()}
     return errors
 
 

@@ -19,7 +19,7 @@ from autoflash import paths
 from autoflash.device import Device, DeviceKind
 from autoflash.evaluate.timed_inputs import timed_inputs
 from autoflash.problem import Pass, Problem
-from autoflash.runtime.executable import Executable
+from autoflash.runtime.executable import Executable, TermGradients
 from autoflash.runtime.probe import CardState, card_state
 from autoflash.trial import Measurement, Stage
 from autoflash.variant import Family
@@ -64,7 +64,8 @@ def make_call(executable: Executable, problem: Problem, device: Device, *, seed:
     if is_vendor:
         return lambda: backward(q, k, v, out, lse, dout)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    return lambda: backward(q, k, v, out, lse, dout, None, dq, dk, dv, extras)
+    terms = TermGradients.unwritten(problem, extras)
+    return lambda: backward(q, k, v, out, lse, dout, None, dq, dk, dv, extras, terms)
 
 
 def benchmark(call: Call, device: Device, *, stage: Stage, run: str = "", min_ms: float = 40.0) -> Measurement:

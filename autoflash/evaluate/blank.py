@@ -25,6 +25,7 @@ class CallArguments(TypedDict, total=False):
     softcap: float
     dropout_p: float
     mask: Tensor
+    sinks: Tensor
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     max_seqlen_q: int
@@ -71,6 +72,8 @@ def call_arguments(problem: Problem, device: Device) -> CallArguments:
             for seqlen in (problem.seqlen_q, problem.seqlen_k)
         )
         arguments["max_seqlen_q"], arguments["max_seqlen_k"] = problem.seqlen_q, problem.seqlen_k
+    if problem.sinks:
+        arguments["sinks"] = torch.zeros(problem.heads, device=device.torch_device)
     if problem.mask_tensor is not MaskTensor.NONE:
         dtype = torch.bool if problem.mask_tensor is MaskTensor.BOOL else torch_dtype(problem.dtype)
         shape = (1, 1, problem.seqlen_q, problem.seqlen_k)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autoflash.evaluate.semantics import Block, Semantics
+from autoflash.runtime.executable import NO_TERMS, TermGradients
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -23,7 +24,8 @@ class Tile:
         slope: Derivative of the scores by the product of query and key times scale, of that shape or 1.
         p: Probabilities, [B, H, m, N]; 0 in rows that see no key.
         kept: Factor of the probabilities that a dropout leaves, of that shape or 1.
-        lse: [B, H, m, 1].
+        lse: [B, H, m, 1], with the sinks.
+        sinks: [H, 1, 1] where there are some.
     """
 
     def __init__(self, q: Tensor, k: Tensor, semantics: Semantics, block: Block) -> None:
@@ -36,6 +38,9 @@ class Tile:
         hidden = semantics.hidden(block, q.device)
         s = self.scores if hidden is None else self.scores.masked_fill(hidden, -math.inf)
         self.lse = torch.logsumexp(s, dim=-1, keepdim=True)
+        self.sinks = None if semantics.sinks is None else semantics.sinks.double()[:, None, None]
+        if self.sinks is not None:
+            self.lse = torch.logaddexp(self.lse, self.sinks)
         # A row without keys has -inf everywhere, also here; its probabilities are to be 0 and not NaN.
         self.p = torch.exp(s - self.lse.masked_fill(self.lse == -math.inf, 0.0))
         self.kept = semantics.kept(q, block)
@@ -74,6 +79,26 @@ def backward(
         dk[:, :, keys] += ds.mT @ tile.queries * scale
         dv[:, :, keys] += grouped(p * tile.kept, k).mT @ douts
     return dq, dk, dv
+
+
+def term_gradients(
+    q: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, semantics: Semantics, tiles: Iterable[Tile]
+) -> TermGradients:
+    """Gradients of the terms that the semantics have, in float64."""
+    made = NO_TERMS
+    if semantics.sinks is not None:
+        made = made._replace(sinks=torch.zeros(q.shape[1], dtype=torch.float64, device=q.device))
+    for tile in tiles:
+        rows = tile.block.rows
+        douts = grouped(dout[:, :, rows].double(), v)
+        dp = ungrouped(douts @ v[:, :, tile.block.keys].double().mT, q) * tile.kept
+        delta = (tile.p * dp).sum(dim=-1, keepdim=True)  # [B, H, m, 1]
+        if dlse is not None:
+            delta -= dlse[:, :, rows, None]
+        if made.sinks is not None and tile.sinks is not None:
+            share = torch.exp(tile.sinks - tile.lse.masked_fill(tile.lse == -math.inf, math.inf))
+            made.sinks.sub_((share * delta).sum(dim=(0, 2, 3)))
+    return made
 
 
 def grouped(rows: Tensor, k: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +14,10 @@ from torch import Tensor
 
 from autoflash.evaluate import exact, yardstick
 from autoflash.evaluate.grid import Case
-from autoflash.evaluate.inputs import Inputs, draw, draw_flat
+from autoflash.evaluate.inputs import LOW, Inputs, draw, draw_flat
 from autoflash.evaluate.masks import draw_mask
 from autoflash.evaluate.semantics import Semantics
+from autoflash.evaluate.terms import draw_sinks
 from autoflash.problem import Pass
 from autoflash.runtime.executable import Extras
 
@@ -48,7 +50,7 @@ class Expected:
     Attributes:
         inputs: What the kernel gets.
         out, lse: Exact output and log-sum-exp, float64; a backward gets them rounded.
-        limits: By name of output: ``out``, or ``dq``, ``dk``, ``dv``.
+        limits: By name of output: ``out``, or ``dq``, ``dk``, ``dv`` and those of the terms, such as ``dsinks``.
         lse_slack: Allowed error of each log-sum-exp beside the fixed rule; 0 but for TF32 and softcaps.
     """
 
@@ -74,7 +76,7 @@ def expected(case: Case, device: str, has_lse: bool) -> Expected:
     factor = _MAX_FACTOR_WITH_SOFTCAP if problem.softcap else _MAX_FACTOR
     tiles = list(exact.tiles(q, k, semantics))
     out, lse = exact.forward(q, v, tiles)
-    blind = (lse == -math.inf)[..., None]  # [B, H, M, 1]
+    blind = _blind(lse, tiles)
     used = sum(length for _, length in case.lengths) if problem.is_varlen else problem.seqlen_k
     behind = (torch.arange(problem.rows_k, device=device) >= used)[:, None]  # [N, 1]
     if problem.op is Pass.FORWARD:
@@ -102,7 +104,36 @@ def expected(case: Case, device: str, has_lse: bool) -> Expected:
             ("dq", "dk", "dv"), right, errors, magnitudes, effects, strict=True
         )
     )
+    limits += _term_limits(inputs, dlse, rounding, semantics, tiles)
     return Expected(inputs=inputs, out=out, lse=lse, limits=limits, lse_slack=torch.zeros_like(lse))
+
+
+def _blind(lse: Tensor, tiles: Sequence[exact.Tile]) -> Tensor:
+    """Rows that see no key, or belong to no sequence, [B, H, M, 1]. With sinks, their log-sum-exp does not show it."""
+    blind = torch.ones_like(lse, dtype=torch.bool)[..., None]
+    for tile in tiles:
+        blind[:, :, tile.block.rows] = (tile.p == 0.0).all(dim=-1, keepdim=True)
+    return blind
+
+
+def _term_limits(
+    inputs: Inputs, dlse: Tensor | None, rounding: Tensor, semantics: Semantics, tiles: Sequence[exact.Tile]
+) -> tuple[tuple[str, Limit], ...]:
+    """Limits of the gradients of the terms that the semantics have.
+
+    That of sinks is a sum in float32 over what a kernel is given: it errs by the rounding of that alone.
+    """
+    q, v, dout = inputs.q, inputs.v, inputs.dout
+    right = exact.term_gradients(q, v, dout, dlse, semantics, tiles)
+    effects = exact.term_gradients(q, v, torch.zeros_like(dout), rounding, semantics, tiles)
+    magnitudes = yardstick.term_magnitudes(q, v, dout, dlse, semantics, tiles)
+    limits = []
+    if right.sinks is not None and effects.sinks is not None and magnitudes.sinks is not None:
+        none, nowhere = torch.zeros_like(right.sinks), torch.zeros_like(right.sinks, dtype=torch.bool)
+        effect = effects.sinks.abs()
+        limit = _limit(right.sinks, none, magnitudes.sinks, nowhere, 1.0, torch.float32, effect)
+        limits.append(("dsinks", limit))
+    return tuple(limits)
 
 
 def draw_case(case: Case, device: str) -> Inputs:
@@ -121,6 +152,9 @@ def draw_case(case: Case, device: str) -> Inputs:
         cu_seqlens_q=starts[0].to(device) if problem.is_varlen else None,
         cu_seqlens_k=starts[1].to(device) if problem.is_varlen else None,
         rng=None if case.rng is None else torch.tensor(case.rng, device=device),
+        sinks=draw_sinks(problem, around=LOW if case.low else 0.0, flat=case.flat, device=device)
+        if problem.sinks
+        else None,
     )
     return dataclasses.replace(inputs, extras=extras)
 

@@ -24,8 +24,8 @@ _MARGIN = 1 << 15
 # Every block size is a multiple of 16, so that its first and last key are the first or last of some 16.
 _BLOCK_STEP = 16
 
-# Where low scores lie: a maximum that starts at 0, and not at -inf, leaves nothing of their row.
-_LOW = -150.0
+LOW = -150.0
+"""Where low scores lie: a maximum that starts at 0, and not at -inf, leaves nothing of their row."""
 
 # Of a factor of queries: their products with keys shall be finite in fp16.
 _MOST = 1000.0
@@ -120,7 +120,7 @@ def draw(
         end_q, end_k = rows.stop, keys.stop
     if low:
         k = k.clone()
-        q[..., 0], k[..., 0] = 8.0, _LOW / (8.0 * scale)
+        q[..., 0], k[..., 0] = 8.0, LOW / (8.0 * scale)
     if problem.is_varlen:
         k, v, dout = k.clone(), v.clone(), dout.clone()
         for tensor, end in ((q, end_q), (k, end_k), (v, end_k), (dout, end_q), (dlse, end_q)):

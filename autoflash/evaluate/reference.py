@@ -2,8 +2,9 @@
 
 A score is scale * (q . k); then softcap * tanh(score / softcap); then a float mask is added; then it is hidden where a
 bool mask is False, or the key lies outside the causal mask or the window. Query i stands at position i + Sk - Sq among
-the keys (bottom-right), or at i (top-left). A row that sees no key has output 0, log-sum-exp -inf and zero gradients.
-Dropout comes after the softmax; the log-sum-exp knows nothing of it.
+the keys (bottom-right), or at i (top-left). A sink is one more score of a row, without a key: the log-sum-exp contains
+it. A row that sees no key has output 0, log-sum-exp -inf (or its sink) and zero gradients. Dropout comes after the
+softmax; the log-sum-exp knows nothing of it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from autoflash.errors import InvalidProblemError
 from autoflash.evaluate import exact, yardstick
 from autoflash.evaluate.philox import Rng, dropout_keep
 from autoflash.evaluate.semantics import Causal, Semantics, Window
+from autoflash.runtime.executable import TermGradients
 
 __all__ = [
     "Causal",
@@ -27,6 +29,8 @@ __all__ = [
     "gradients",
     "gradients_varlen",
     "plain",
+    "term_gradients",
+    "term_gradients_varlen",
 ]
 
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -43,6 +47,7 @@ def attention(
     window: Window = ...,
     softcap: float | None = ...,
     mask: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     dropout_p: float = ...,
     rng: Rng | None = ...,
     return_lse: Literal[False] = ...,
@@ -58,6 +63,7 @@ def attention(
     window: Window = ...,
     softcap: float | None = ...,
     mask: Tensor | None = ...,
+    sinks: Tensor | None = ...,
     dropout_p: float = ...,
     rng: Rng | None = ...,
     return_lse: Literal[True],
@@ -72,6 +78,7 @@ def attention(
     window: Window = None,
     softcap: float | None = 0.0,
     mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
     return_lse: bool = False,
@@ -87,6 +94,7 @@ def attention(
         window: How many keys a query sees left and right of its position, both included; None or -1 has no bound.
         softcap: Bound that the scores approach; 0 or None for none.
         mask: Broadcastable to [B, H, M, N]: bool (True takes part), or numbers that are added to the scores.
+        sinks: A score of each head without a key, [H]: it takes its share of the softmax, and is in the log-sum-exp.
         dropout_p: Share of the probabilities that are dropped.
         rng: Seed and offset of the dropout, [2] int64 or two numbers.
         return_lse: Also return the natural log of the sum of exponentials of each row.
@@ -100,7 +108,16 @@ def attention(
     """
     _check(q, k, v)
     semantics = Semantics.of(
-        q, k, causal=causal, scale=scale, window=window, softcap=softcap, mask=mask, dropout_p=dropout_p, rng=rng
+        q,
+        k,
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        mask=mask,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        rng=rng,
     )
     out, lse = exact.forward(q, v, exact.tiles(q, k, semantics))
     return (out, lse) if return_lse else out
@@ -118,22 +135,65 @@ def gradients(
     window: Window = None,
     softcap: float | None = 0.0,
     mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
 ) -> Triple:
     """Exact gradients of :func:`attention` by q, k and v, in float64.
 
     ``dout`` [B, H, M, D_V] is the gradient of the output and ``dlse`` [B, H, M] that of the log-sum-exp, if it was
-    used; the rest is as in :func:`attention`. A mask has no gradient.
+    used; the rest is as in :func:`attention`. A mask has no gradient; those of terms are :func:`term_gradients`.
 
     Returns:
         dq, dk and dv in the shapes of q, k and v; those of shared key/value heads are summed over their query heads.
     """
     _check(q, k, v)
     semantics = Semantics.of(
-        q, k, causal=causal, scale=scale, window=window, softcap=softcap, mask=mask, dropout_p=dropout_p, rng=rng
+        q,
+        k,
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        mask=mask,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        rng=rng,
     )
     return exact.backward(q, k, v, dout, dlse, semantics.scale, exact.tiles(q, k, semantics))
+
+
+def term_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+    window: Window = None,
+    softcap: float | None = 0.0,
+    mask: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: Rng | None = None,
+) -> TermGradients:
+    """As :func:`gradients`, by the terms that are given: a tuple with the name of each and None for the others."""
+    _check(q, k, v)
+    semantics = Semantics.of(
+        q,
+        k,
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        mask=mask,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        rng=rng,
+    )
+    return exact.term_gradients(q, v, dout, dlse, semantics, exact.tiles(q, k, semantics))
 
 
 @overload
@@ -148,6 +208,7 @@ def attention_varlen(
     scale: float | None = ...,
     window: Window = ...,
     softcap: float | None = ...,
+    sinks: Tensor | None = ...,
     dropout_p: float = ...,
     rng: Rng | None = ...,
     return_lse: Literal[False] = ...,
@@ -164,6 +225,7 @@ def attention_varlen(
     scale: float | None = ...,
     window: Window = ...,
     softcap: float | None = ...,
+    sinks: Tensor | None = ...,
     dropout_p: float = ...,
     rng: Rng | None = ...,
     return_lse: Literal[True],
@@ -179,6 +241,7 @@ def attention_varlen(
     scale: float | None = None,
     window: Window = None,
     softcap: float | None = 0.0,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
     return_lse: bool = False,
@@ -195,6 +258,7 @@ def attention_varlen(
         scale: As in :func:`attention`, and so are the others. A dropout takes the sequence's number for the batch.
         window: See there.
         softcap: See there.
+        sinks: See there.
         dropout_p: See there.
         rng: See there.
         return_lse: See there.
@@ -204,7 +268,15 @@ def attention_varlen(
     """
     packed = _packed(q, k, v)
     semantics = Semantics.of(
-        *packed[:2], causal=causal, scale=scale, window=window, softcap=softcap, mask=None, dropout_p=dropout_p, rng=rng
+        *packed[:2],
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        mask=None,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        rng=rng,
     ).packed(cu_seqlens_q, cu_seqlens_k)
     out, lse = exact.forward(packed[0], packed[2], exact.tiles(*packed[:2], semantics))
     return (_unpacked(out), lse[0]) if return_lse else _unpacked(out)
@@ -223,18 +295,61 @@ def gradients_varlen(
     scale: float | None = None,
     window: Window = None,
     softcap: float | None = 0.0,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
 ) -> Triple:
     """Exact gradients of :func:`attention_varlen`: dq, dk, dv in the shapes of q, k, v. ``dlse`` is [H, T]."""
     packed = _packed(q, k, v)
     semantics = Semantics.of(
-        *packed[:2], causal=causal, scale=scale, window=window, softcap=softcap, mask=None, dropout_p=dropout_p, rng=rng
+        *packed[:2],
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        mask=None,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        rng=rng,
     ).packed(cu_seqlens_q, cu_seqlens_k)
     douts, dlses = dout.transpose(0, 1)[None], None if dlse is None else dlse[None]
     tiles = exact.tiles(*packed[:2], semantics)
     dq, dk, dv = exact.backward(*packed, douts, dlses, semantics.scale, tiles)
     return _unpacked(dq), _unpacked(dk), _unpacked(dv)
+
+
+def term_gradients_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dout: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    dlse: Tensor | None = None,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+    window: Window = None,
+    softcap: float | None = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng: Rng | None = None,
+) -> TermGradients:
+    """As :func:`gradients_varlen`, by the terms that are given. ``dlse`` is [H, T]."""
+    packed = _packed(q, k, v)
+    semantics = Semantics.of(
+        *packed[:2],
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        mask=None,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        rng=rng,
+    ).packed(cu_seqlens_q, cu_seqlens_k)
+    douts, dlses = dout.transpose(0, 1)[None], None if dlse is None else dlse[None]
+    return exact.term_gradients(packed[0], packed[2], douts, dlses, semantics, exact.tiles(*packed[:2], semantics))
 
 
 def plain(
@@ -247,6 +362,7 @@ def plain(
     window: Window = None,
     softcap: float | None = 0.0,
     mask: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -257,7 +373,16 @@ def plain(
     """
     _check(q, k, v)
     semantics = Semantics.of(
-        q, k, causal=causal, scale=scale, window=window, softcap=softcap, mask=mask, dropout_p=dropout_p, rng=rng
+        q,
+        k,
+        causal=causal,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        mask=mask,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        rng=rng,
     )
     return yardstick.plain(q, k, v, semantics)
 

@@ -62,6 +62,7 @@ class Semantics:
             causal mask.
         softcap: Scores become softcap * tanh(score / softcap); 0 leaves them alone.
         mask: [B, H, M, N], bool (True takes part) or added to the scores; None for none.
+        sinks: A score of each head without a key, [H]; None for none.
         dropout_p: Share of the probabilities that are dropped.
         rng: Seed and offset of the dropout.
         starts_q, starts_k: Where packed sequences begin, and the end of the last; None where nothing is packed.
@@ -73,6 +74,7 @@ class Semantics:
     right: int | None = None
     softcap: float = 0.0
     mask: Tensor | None = None
+    sinks: Tensor | None = None
     dropout_p: float = 0.0
     rng: Rng = (0, 0)
     starts_q: tuple[int, ...] | None = None
@@ -91,12 +93,13 @@ class Semantics:
         mask: Tensor | None,
         dropout_p: float,
         rng: Rng | None,
+        sinks: Tensor | None = None,
     ) -> Semantics:
         """From the arguments of :func:`autoflash.evaluate.reference.attention`.
 
         Raises:
-            InvalidProblemError: for a mask that does not fit q and k, a dropout without seed and offset, or a negative
-                window.
+            InvalidProblemError: for a mask or sinks that do not fit q and k, a dropout without seed and offset, or a
+                negative window.
             ValueError: if ``causal`` names no alignment.
         """
         if dropout_p and rng is None:
@@ -109,6 +112,8 @@ class Semantics:
                 raise InvalidProblemError(
                     f"mask must be broadcastable to [B, H, M, N] = {wanted}, got {list(mask.shape)}"
                 ) from None
+        if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
+            raise InvalidProblemError(f"sinks must have shape [H] = [{q.shape[1]}], got {list(sinks.shape)}")
         left, right = (None if bound == -1 else bound for bound in window or (None, None))
         if min(left or 0, right or 0) < 0:
             raise InvalidProblemError(f"a side of window must be None, -1 (both unbounded) or at least 0, got {window}")
@@ -119,6 +124,7 @@ class Semantics:
             right=0 if causal else right,
             softcap=softcap or 0.0,
             mask=mask,
+            sinks=sinks,
             dropout_p=dropout_p,
             rng=(0, 0) if rng is None else rng,
         )
@@ -133,6 +139,7 @@ class Semantics:
             right=0 if problem.causal else problem.window_right,
             softcap=problem.softcap,
             mask=extras.mask,
+            sinks=extras.sinks,
             dropout_p=problem.dropout_p,
             rng=(0, 0) if extras.rng is None else extras.rng,
         ).packed(extras.cu_seqlens_q, extras.cu_seqlens_k)

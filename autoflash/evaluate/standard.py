@@ -10,7 +10,7 @@ from torch import Tensor
 from autoflash.errors import NoKernelError
 from autoflash.evaluate.cost import score_matrix_bytes
 from autoflash.evaluate.semantics import Block, Semantics
-from autoflash.problem import Pass, Problem
+from autoflash.problem import Form, Pass, Problem
 from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
 from autoflash.runtime.vendor import KeptGraph
 from autoflash.trial import Resources
@@ -34,9 +34,8 @@ class StandardAttention:
         """What it is not written for; None if it can run the problem."""
         if problem.is_empty:
             return "there is no query or no key"
-        if problem.is_varlen or problem.dropout_p:
-            return f"standard attention is not compared with {'varlen' if problem.is_varlen else 'dropout'}"
-        return None
+        unwritten = [name for name in ("varlen", "sinks", "dropout") if Form.of(problem).has(name)]
+        return f"standard attention is not compared with {unwritten[0]}" if unwritten else None
 
     def is_loaded(self, problem: Problem, *tensors: Tensor, extras: Extras = NO_EXTRAS) -> bool:
         """True: torch's kernels are compiled."""

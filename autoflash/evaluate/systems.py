@@ -16,7 +16,7 @@ from autoflash.evaluate.timed_inputs import timed_inputs
 from autoflash.evaluate.variant_io import traffic_of
 from autoflash.problem import Cell, Form, Pass, Problem
 from autoflash.runtime.bind import bind
-from autoflash.runtime.executable import Executable
+from autoflash.runtime.executable import Executable, TermGradients
 from autoflash.space import catalog
 from autoflash.space.catalog import SearchSpace
 from autoflash.variant import Family, Variant
@@ -103,7 +103,8 @@ def allocating_call(executable: Executable, problem: Problem, device: Device, se
         forward = executable.prepare_forward(problem, q, k, v, scale, extras)
         return lambda: forward(q, k, v, extras=extras)
     backward = executable.prepare_backward(problem, q, k, v, out, dout, scale, extras)
-    return lambda: backward(q, k, v, out, lse, dout, extras=extras)
+    terms = TermGradients.unwritten(problem, extras)
+    return lambda: backward(q, k, v, out, lse, dout, extras=extras, terms=terms)
 
 
 def kept_for_backward(system: System, problem: Problem) -> int | None:

@@ -19,7 +19,7 @@ from autoflash.evaluate.expected import Expected, Limit, expanded, expected
 from autoflash.evaluate.grid import Case, crowded_case, determinism_case, full_cases, screen_cases
 from autoflash.evaluate.inputs import Guarded, Memory
 from autoflash.problem import Pass, Problem
-from autoflash.runtime.executable import Executable, Extras
+from autoflash.runtime.executable import Executable, Extras, TermGradients
 from autoflash.trial import Level, Verification
 from autoflash.variant import Family
 
@@ -229,7 +229,10 @@ def _place_outputs(executable: Executable, case: Case, wanted: Expected) -> dict
     values, memory = wanted.inputs, case.memory
     if case.problem.op is Pass.BACKWARD:
         models = {"dq": values.q, "dk": values.k, "dv": values.v}
-        return {name: Guarded.unwritten(model, memory) for name, model in models.items()}
+        placed = {name: Guarded.unwritten(model, memory) for name, model in models.items()}
+        terms = TermGradients.unwritten(case.problem, values.extras)._asdict()
+        wanted_terms = {f"d{name}": term for name, term in terms.items() if term is not None}
+        return placed | {name: Guarded.unwritten(term, Memory.DENSE) for name, term in wanted_terms.items()}
     return {
         "out": Guarded.unwritten(values.dout, memory),
         "lse": Guarded.unwritten(values.dlse, Memory.DENSE),
@@ -248,6 +251,8 @@ def _launch(
         results = forward(q, k, v, out=written.get("out"), lse=written.get("lse"), extras=extras)
         return dict(zip(("out", "lse"), results, strict=True))
     out, dout = given["out"], given["dout"]
+    terms = TermGradients.unwritten(case.problem, extras)
+    terms = TermGradients(**{name: written.get(f"d{name}", term) for name, term in terms._asdict().items()})
     backward = executable.prepare_backward(case.problem, q, k, v, out, dout, case.score_scale, extras)
     grads = backward(
         q,
@@ -261,8 +266,10 @@ def _launch(
         dk=written.get("dk"),
         dv=written.get("dv"),
         extras=extras,
+        terms=terms,
     )
-    return dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    of_terms = {f"d{name}": term for name, term in terms._asdict().items() if term is not None}
+    return dict(zip(("dq", "dk", "dv"), grads, strict=True)) | of_terms
 
 
 @contextmanager

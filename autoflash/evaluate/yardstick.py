@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from autoflash.evaluate.exact import Tile, Triple, grouped, ungrouped
 from autoflash.evaluate.semantics import Semantics
+from autoflash.runtime.executable import NO_TERMS, TermGradients
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, semantics: Semantics) -> tuple[Tensor, Tensor]:
@@ -30,15 +32,32 @@ def plain(q: Tensor, k: Tensor, v: Tensor, semantics: Semantics) -> tuple[Tensor
         hidden = torch.zeros_like(s, dtype=torch.bool) if hidden is None else hidden.expand_as(s)
         blind = hidden.all(dim=-1, keepdim=True)
         # A blind row stays unmasked: a softmax over nothing but -inf would send NaN into the gradients.
-        p = torch.softmax(s.masked_fill(hidden & ~blind, -math.inf), dim=-1).masked_fill(blind, 0.0)
+        p = _softmax(s.masked_fill(hidden & ~blind, -math.inf), semantics).masked_fill(blind, 0.0)
         p = (p * semantics.kept(q, block)).to(q.dtype)
         out[:, :, block.rows] = p @ values
-        lse[:, :, block.rows] = torch.logsumexp(s.float().masked_fill(hidden, -math.inf), dim=-1)
+        seen = s.float().masked_fill(hidden, -math.inf)
+        lse[:, :, block.rows] = torch.logsumexp(_beside_sinks(seen, semantics), dim=-1)
     return out, lse
 
 
+def _beside_sinks(s: Tensor, semantics: Semantics) -> Tensor:
+    """Scores [B, H, m, N] with one more that has no key, where there are sinks.
+
+    A sink of -inf becomes a number of no weight: a softmax over nothing but -inf would send NaN into the gradients.
+    """
+    if semantics.sinks is None:
+        return s
+    sinks = semantics.sinks.clamp(min=torch.finfo(s.dtype).min).to(s.dtype)
+    return torch.cat([s, sinks[:, None, None].expand(*s.shape[:3], 1)], dim=-1)
+
+
+def _softmax(s: Tensor, semantics: Semantics) -> Tensor:
+    """Probabilities of the keys, [B, H, m, N]."""
+    return torch.softmax(_beside_sinks(s, semantics), dim=-1)[..., : s.shape[3]]
+
+
 def plain_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, semantics: Semantics) -> Triple:
-    """Gradients of :func:`plain` by autograd, in the dtype of the inputs."""
+    """Gradients of :func:`plain` by q, k and v, by autograd, in the dtype of the inputs."""
     leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     with torch.enable_grad():
         out, lse = plain(leaves[0], leaves[1], leaves[2], semantics)
@@ -48,6 +67,20 @@ def plain_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor 
     roots, seeds = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
     dq, dk, dv = torch.autograd.grad(roots, leaves, seeds)
     return dq, dk, dv
+
+
+def plain_term_gradients(
+    q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, semantics: Semantics
+) -> TermGradients:
+    """Gradients of :func:`plain` by the terms that the semantics have, by autograd."""
+    given = {name: getattr(semantics, name) for name in TermGradients._fields}
+    leaves = {name: term.detach().requires_grad_() for name, term in given.items() if term is not None}
+    with torch.enable_grad():
+        out, lse = plain(q, k, v, replace(semantics, **leaves))
+    if not out.requires_grad:
+        return TermGradients(**{name: torch.zeros_like(leaf) for name, leaf in leaves.items()})
+    roots, seeds = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+    return TermGradients(**dict(zip(leaves, torch.autograd.grad(roots, list(leaves.values()), seeds), strict=True)))
 
 
 def magnitude(q: Tensor, v: Tensor, semantics: Semantics, tiles: Iterable[Tile]) -> Tensor:
@@ -90,6 +123,28 @@ def gradient_magnitudes(
         dk[:, :, keys] += ds.mT @ tile.queries.abs() * scale
         dv[:, :, keys] += grouped(p * tile.kept, k).mT @ douts
     return dq, dk, dv
+
+
+def term_magnitudes(
+    q: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, semantics: Semantics, tiles: Iterable[Tile]
+) -> TermGradients:
+    """As :func:`magnitude`, for the gradients of the terms."""
+    made = NO_TERMS
+    if semantics.sinks is not None:
+        made = made._replace(sinks=torch.zeros(q.shape[1], dtype=torch.float64, device=q.device))
+    for tile in tiles:
+        rows = tile.block.rows
+        douts = grouped(dout[:, :, rows].double().abs(), v)
+        dp = ungrouped(douts @ v[:, :, tile.block.keys].double().abs().mT, q) * tile.kept
+        delta = (tile.p * dp).sum(dim=-1, keepdim=True)
+        if dlse is not None:
+            delta += dlse[:, :, rows, None].abs()
+        if made.sinks is not None and tile.sinks is not None:
+            share = torch.exp(tile.sinks - tile.lse.masked_fill(tile.lse == -math.inf, math.inf))
+            made.sinks.add_(
+                (share * (1.0 + tile.lse.abs() + tile.sinks.abs()) * delta).nan_to_num(0.0).sum(dim=(0, 2, 3))
+            )
+    return made
 
 
 def _terms(tile: Tile, semantics: Semantics) -> Tensor:

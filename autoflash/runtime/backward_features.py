@@ -111,6 +111,7 @@ def mask_operands(problem: Problem, extras: Extras) -> dict[str, Operand]:
         "rng": problem.dropout_p > 0.0,
         "cu_seqlens_q": problem.is_varlen,
         "cu_seqlens_k": problem.is_varlen,
+        "sinks": problem.sinks,
     }
     missing = [name for name, is_wanted in wanted.items() if is_wanted and getattr(extras, name) is None]
     if missing:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from autoflash.problem import Problem
@@ -26,12 +27,14 @@ class Extras(NamedTuple):
             scores after the softcap).
         cu_seqlens_q, cu_seqlens_k: Where packed sequences begin, and the end of the last: [B + 1], int32, contiguous.
         rng: Seed and offset of the dropout, [2], int64, contiguous, on the device.
+        sinks: A score of each head without a key, [H], float32, contiguous.
     """
 
     mask: Tensor | None = None
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
     rng: Tensor | None = None
+    sinks: Tensor | None = None
 
     @property
     def sequences(self) -> int | None:
@@ -40,6 +43,27 @@ class Extras(NamedTuple):
 
 
 NO_EXTRAS = Extras()
+
+
+class TermGradients(NamedTuple):
+    """Gradients of those extras that have one, which a backward writes where they are given.
+
+    Attributes:
+        sinks: [H], float32, contiguous.
+    """
+
+    sinks: Tensor | None = None
+
+    @classmethod
+    def unwritten(cls, problem: Problem, extras: Extras) -> TermGradients:
+        """All that a problem may ask for, to be written."""
+        made = NO_TERMS
+        if problem.sinks and extras.sinks is not None:
+            made = made._replace(sinks=torch.empty_like(extras.sinks))
+        return made
+
+
+NO_TERMS = TermGradients()
 
 
 class ForwardCall(Protocol):
@@ -77,8 +101,12 @@ class BackwardCall(Protocol):
         dk: Tensor | None = None,
         dv: Tensor | None = None,
         extras: Extras = NO_EXTRAS,
+        terms: TermGradients = NO_TERMS,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute dq, dk, dv in the dtype of q from the gradients of out and, if given, of lse (float32)."""
+        """Compute dq, dk, dv in the dtype of q from the gradients of out and, if given, of lse (float32).
+
+        The gradients of extras are written to what is given in ``terms``.
+        """
         ...
 
 

@@ -19,7 +19,7 @@ from autoflash.device import Device
 from autoflash.errors import InvalidProblemError, UnsupportedError
 from autoflash.problem import Alignment, Feature, Form, Problem
 from autoflash.runtime import dropout
-from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
+from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS, BackwardCall, Extras, ForwardCall, TermGradients
 from autoflash.runtime.layouts import strides_in_order_of
 from autoflash.runtime.load import load
 from autoflash.trial import Resources
@@ -32,8 +32,10 @@ _EXTRAS = {
     Feature.VARLEN: ("cu_seqlens_q", "cu_seqlens_k"),
     Feature.FLOAT_MASK: ("mask",),
     Feature.BOOL_MASK: ("mask",),
+    Feature.SINKS: ("sinks",),
     Feature.DROPOUT: ("rng",),
 }
+_TERMS = {Feature.SINKS: "sinks"}
 
 
 class TorchTiled:
@@ -52,6 +54,7 @@ class TorchTiled:
         self._is_loaded = False
         self._tiles = {name: variant.config.number(name) for name in ("block_m", "block_n", "heads_per_step")}
         self._extras = tuple(name for feature in form.features for name in _EXTRAS.get(feature, ()))
+        self._terms = tuple(_TERMS[feature] for feature in form.features if feature in _TERMS)
 
     @property
     def variant(self) -> Variant:
@@ -146,13 +149,14 @@ class TorchTiled:
             dk: Tensor | None = None,
             dv: Tensor | None = None,
             extras: Extras = NO_EXTRAS,
+            terms: TermGradients = NO_TERMS,
         ) -> tuple[Tensor, Tensor, Tensor]:
             dq, dk, dv = (
                 q.new_empty_strided(*layout) if given is None else given
                 for given, layout in zip((dq, dk, dv), layouts, strict=True)
             )
             with torch.no_grad():
-                compute(q, k, v, out, lse, dout, dlse, dq, dk, dv, **self._given(extras))
+                compute(q, k, v, out, lse, dout, dlse, dq, dk, dv, **self._given(extras), **self._wanted(terms))
             return dq, dk, dv
 
         return call
@@ -173,6 +177,14 @@ class TorchTiled:
     def _given(self, extras: Extras) -> dict[str, Tensor]:
         """The tensors that the rendered function takes for the form's features, by the names of its parameters."""
         return {name: getattr(extras, name) for name in self._extras}
+
+    def _wanted(self, terms: TermGradients) -> dict[str, Tensor | None]:
+        """The gradients of the form's terms likewise; where they are wanted, set to 0, since sequences add to them."""
+        wanted: dict[str, Tensor | None] = {f"d{name}": getattr(terms, name) for name in self._terms}
+        for gradient in wanted.values():
+            if gradient is not None:
+                gradient.zero_()
+        return wanted
 
     def _bound(self, function: Callable[..., None], problem: Problem, scale: float) -> Callable[..., None]:
         return functools.partial(function, scale=scale, **_numbers(problem), **self._tiles)

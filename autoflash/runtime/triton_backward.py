@@ -16,9 +16,10 @@ from autoflash.runtime import launch
 from autoflash.runtime.backward_features import in_order, mask_operands, usual_masks
 from autoflash.runtime.backward_plan import Step, backward_steps, padded_rows
 from autoflash.runtime.compiled import CompiledExecutable
-from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras
+from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS, BackwardCall, Extras, TermGradients
 from autoflash.runtime.launch import KernelPlan, Launch
 from autoflash.runtime.layouts import ALIGNMENT_BYTES, TORCH_TYPES, Operand, strides_in_order_of, why_not_split
+from autoflash.runtime.term_gradients import sinks_gradient_of_rows
 from autoflash.runtime.trivial import empty_backward
 from autoflash.runtime.workspace import Buffer, Workspace
 from autoflash.variant import Variant
@@ -163,11 +164,12 @@ class TritonBackward(CompiledExecutable):
         reason = self.why_not(problem, q, k, v, dout)
         if reason is not None:
             raise NoKernelError(reason)
+        masks = mask_operands(problem, extras)
         if problem.is_empty:
             return empty_backward
         operands = self._operands(problem, q, k, v, dout)
         operands["out"] = Operand.of(out)
-        return _Call(self, problem, operands | mask_operands(problem, extras), scale)
+        return _Call(self, problem, operands | masks, scale)
 
     def bind(self, problem: Problem, operands: Mapping[str, Operand], scale: float, *, has_dlse: bool) -> _Launches:
         """Loaded kernels in launch order, each with the choice of its tensors from those of a call."""
@@ -221,12 +223,13 @@ class _Call:
         dk: Tensor | None = None,
         dv: Tensor | None = None,
         extras: Extras = NO_EXTRAS,
+        terms: TermGradients = NO_TERMS,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute dq, dk, dv from the gradients of out and, if given, of lse."""
+        """Compute dq, dk, dv, and what is given of terms, from the gradients of out and, if given, of lse."""
         if dq is not None or dk is not None or dv is not None:
-            return self._into(q, k, v, out, lse, dout, dlse, (dq, dk, dv), extras)
+            return self._into(q, k, v, out, lse, dout, dlse, (dq, dk, dv), extras, terms)
         call = self._for(mask_operands(self._problem, extras)) if self._has_mask else self
-        return call._run(q, k, v, out, lse, dout, dlse, self._made_gradients(q), extras)
+        return call._run(q, k, v, out, lse, dout, dlse, self._made_gradients(q), extras, terms)
 
     def _for(self, operands: dict[str, Operand]) -> _Call:
         """The call for gradients or a mask that lie so: itself, unless they lie otherwise than those it is bound to."""
@@ -253,6 +256,7 @@ class _Call:
         dlse: Tensor | None,
         gradients: Sequence[Tensor],
         extras: Extras,
+        terms: TermGradients,
     ) -> tuple[Tensor, Tensor, Tensor]:
         dq, dk, dv = gradients
         lse = lse.contiguous()
@@ -269,6 +273,8 @@ class _Call:
             tensors += in_order(extras)
         for run, choose in launches:
             run(*choose(tensors))
+        if terms.sinks is not None and extras.sinks is not None:
+            sinks_gradient_of_rows(extras.sinks, log2_sum, delta, self._problem.tensor_batch, terms.sinks)
         return dq, dk, dv
 
     def _into(
@@ -282,6 +288,7 @@ class _Call:
         dlse: Tensor | None,
         given: Sequence[Tensor | None],
         extras: Extras,
+        terms: TermGradients,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Write to given gradients where kernels can, else to fresh ones that are copied."""
         gradients = self._made_gradients(q)
@@ -296,7 +303,7 @@ class _Call:
                 gradients[index] = target
         written = {name: Operand.of(gradient) for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True)}
         call = self._for(written | mask_operands(self._problem, extras))
-        call._run(q, k, v, out, lse, dout, dlse, gradients, extras)
+        call._run(q, k, v, out, lse, dout, dlse, gradients, extras, terms)
         for target, source in copies:
             target.copy_(source)
         dq, dk, dv = (made if target is None else target for target, made in zip(given, gradients, strict=True))

@@ -87,6 +87,8 @@ def forward_plan(
         tensors.append(TensorArgument(name="mask_ptr", dtype=mask.dtype, aligned=mask.is_aligned))
         strides += mask.numbers()
         constants |= mask.constants()
+    if problem.sinks:
+        tensors.append(TensorArgument(name="sinks_ptr", dtype="fp32", aligned=False))
     if problem.dropout_p:
         tensors.append(TensorArgument(name="rng_ptr", dtype="i64", aligned=False))
     if problem.is_varlen:
@@ -236,6 +238,7 @@ class TritonForward(CompiledExecutable):
             raise NoKernelError(reason)
         operands = self._operands(problem, (q, k, v))
         if problem.is_empty:
+            _given(extras, _wanted_extras(problem))
             return empty_forward(operands[3])
         return self._prepare(problem, operands, _mask_of(problem, extras), scale)
 
@@ -353,9 +356,10 @@ def _mask_of(problem: Problem, extras: Extras) -> MaskOperand | None:
 def _wanted_extras(problem: Problem) -> tuple[str, ...]:
     """Which extras the kernel takes, in the order of its parameters."""
     mask = () if problem.mask_tensor is MaskTensor.NONE else ("mask",)
+    sinks = ("sinks",) if problem.sinks else ()
     rng = ("rng",) if problem.dropout_p else ()
     offsets = ("cu_seqlens_q", "cu_seqlens_k") if problem.is_varlen else ()
-    return (*mask, *rng, *offsets)
+    return (*mask, *sinks, *rng, *offsets)
 
 
 def _given(extras: Extras, names: Sequence[str]) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from autoflash.device import Device, DeviceKind
 from autoflash.errors import NoKernelError, UnsupportedError
 from autoflash.problem import Alignment, Form, Pass, Problem
-from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
+from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS, BackwardCall, Extras, ForwardCall, TermGradients
 from autoflash.runtime.layouts import strides_in_order_of
 from autoflash.trial import Resources
 from autoflash.variant import Variant
@@ -196,6 +196,7 @@ class KeptGraph:
         dk: Tensor | None = None,
         dv: Tensor | None = None,
         extras: Extras = NO_EXTRAS,
+        terms: TermGradients = NO_TERMS,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute dq, dk, dv from the gradient of out; a gradient of LSE is refused."""
         if dlse is not None:

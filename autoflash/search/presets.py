@@ -31,7 +31,7 @@ class Asked:
 
     Attributes:
         window: Left and right bound; None has no bound there.
-        softcap, dropout_p, mask_tensor: As in :class:`Problem`.
+        softcap, mask_tensor, sinks, dropout_p: As in :class:`Problem`.
         packed: Sequences are packed one after the other.
     """
 
@@ -39,6 +39,7 @@ class Asked:
     softcap: float = 0.0
     dropout_p: float = 0.0
     mask_tensor: MaskTensor = MaskTensor.NONE
+    sinks: bool = False
     packed: bool = False
 
     def of(self, problem: Problem) -> Problem:
@@ -53,6 +54,7 @@ class Asked:
             softcap=self.softcap,
             dropout_p=self.dropout_p,
             mask_tensor=self.mask_tensor,
+            sinks=self.sinks,
             packed_q=problem.batch * problem.seqlen_q if self.packed else None,
             packed_k=problem.batch * problem.seqlen_k if self.packed else None,
         ).without_idle_bounds()
@@ -116,7 +118,7 @@ _GPU_FEATURES = (
         groups=(2,),
         asked=(Asked(softcap=50.0), Asked(softcap=50.0, window=(4095, 0))),
     ),
-    # gpt-oss: windows of 128 keys.
+    # gpt-oss: sinks, windows of 128 keys in every second layer.
     Axes(
         passes=_BOTH_PASSES,
         dtypes=(DType.BF16,),
@@ -124,7 +126,7 @@ _GPU_FEATURES = (
         masks=(Mask.CAUSAL,),
         seqlens=(4096,),
         groups=(8,),
-        asked=(Asked(), Asked(window=(127, 0)), _PACKED),
+        asked=(Asked(sinks=True), Asked(sinks=True, window=(127, 0)), Asked(sinks=True, packed=True)),
     ),
     # Encoders (ModernBERT's windows are 64 to each side), and training with dropout.
     Axes(

@@ -87,8 +87,8 @@ def test_all_structures_and_features_are_measured_beside_torch_s_backends(run_js
         for form in (
             "forward/full+window",
             "backward/full+window",
-            "forward/causal+varlen+softcap+window+dropout",
-            "backward/causal+varlen+softcap+window+dropout",
+            "forward/causal+varlen+softcap+window+sinks+dropout",
+            "backward/causal+varlen+softcap+window+sinks+dropout",
         )
         for loop_order in ("query_outer", "key_outer")
     ]
@@ -97,7 +97,9 @@ def test_all_structures_and_features_are_measured_beside_torch_s_backends(run_js
         assert len(row["cases"]) == 2
         assert all(case["gate"] <= 1.0 for case in row["cases"])
     outputs = [[errors["output"] for errors in row["cases"][0]["errors"]] for row in rows]
-    assert outputs == [["out"], ["out"], ["dq", "dk", "dv"], ["dq", "dk", "dv"]] * 2
+    forwards, backwards = [["out"], ["out"]], [["dq", "dk", "dv"], ["dq", "dk", "dv"]]
+    with_terms = [[*names, "dsinks"] for names in backwards]
+    assert outputs == [*forwards, *backwards, *forwards, *with_terms]
     window, together = rows[0]["cases"][0]["errors"][0], rows[4]["cases"][0]["errors"][0]
     assert set(window["torch"]) == {"flash", "math", "plain"}
     assert window["ratio"] == window["kernel"] / min(window["torch"]["flash"], window["torch"]["math"])

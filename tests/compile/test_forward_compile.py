@@ -127,3 +127,23 @@ def test_hopper_winners_cost_no_more_than_their_prototypes(
     assert outcome.resources.registers <= registers
     assert compiled.asm["ptx"].count("wgmma.mma_async") == products
     assert "mma.sync" not in compiled.asm["ptx"]
+
+
+TERMS: dict[str, dict[str, object]] = {
+    "sinks": {"sinks": True},
+    "varlen sinks": {"sinks": True, "packed_q": 1000, "packed_k": 900},
+}
+
+
+@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize(
+    ("arch", "structure"),
+    [("sm_80", UNDER), ("sm_90", {"mask_loops": "branch"}), ("sm_120", {}), ("gfx942", {"row_sum": "per_thread"})],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_terms_of_scores_compile_everywhere(arch: str, structure: dict[str, str], terms: str) -> None:
+    problem = make_problem(mask=Mask.CAUSAL, heads=8, kv_heads=4, **RAGGED).replace(**TERMS[terms])
+
+    outcome = compile_variant(problem, make_variant(**structure, **CONFIG), make_device(arch))
+
+    assert outcome.status is Status.CORRECT, outcome.detail

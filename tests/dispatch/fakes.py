@@ -17,7 +17,15 @@ from autoflash.dispatch.table import Origin, Table
 from autoflash.evaluate import reference
 from autoflash.ops import CALLS, allocate
 from autoflash.problem import Form, Mask, Pass, Problem
-from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Executable, Extras, ForwardCall
+from autoflash.runtime.executable import (
+    NO_EXTRAS,
+    NO_TERMS,
+    BackwardCall,
+    Executable,
+    Extras,
+    ForwardCall,
+    TermGradients,
+)
 from autoflash.trial import Decision, Environment, Level, Resources, Verification
 from autoflash.variant import Family, Variant
 from tests.factories import DIGEST, make_device, make_environment, make_verification
@@ -114,6 +122,7 @@ class FakeExecutable:
             dk: Tensor | None = None,
             dv: Tensor | None = None,
             extras: Extras = NO_EXTRAS,
+            terms: TermGradients = NO_TERMS,
         ) -> tuple[Tensor, Tensor, Tensor]:
             self.calls += 1
             p = torch.exp(scores(problem, q, k, scale) - lse.double()[..., None]).nan_to_num(0.0)

@@ -8,7 +8,7 @@ import torch
 
 from autoflash.evaluate.philox import dropout_keep
 from autoflash.problem import Alignment
-from autoflash.runtime.executable import NO_EXTRAS
+from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS
 from autoflash.variant import Choices, Family, Variant
 
 TILE = 16
@@ -42,15 +42,19 @@ class Kernel:
         return call
 
     def prepare_backward(self, problem, q, k, v, out, dout, scale, extras=NO_EXTRAS):
-        def call(q, k, v, out, lse, dout, dlse=None, dq=None, dk=None, dv=None, extras=NO_EXTRAS):
+        def call(q, k, v, out, lse, dout, dlse=None, dq=None, dk=None, dv=None, extras=NO_EXTRAS, terms=NO_TERMS):
             given = zip((dq, dk, dv), (q, k, v), strict=True)
             dq, dk, dv = (torch.empty_like(like) if grad is None else grad for grad, like in given)
             self._clear(problem, {"dq": (dq, 0.0), "dk": (dk, 0.0), "dv": (dv, 0.0)})
+            for term in terms:
+                if term is not None:
+                    term.zero_()
             for one, b, rows, keys in self._sequences(problem, extras):
                 parts = [tensor[:, :, rows] for tensor in (q, out, lse, dout)]
                 parts += [None if dlse is None else dlse[:, :, rows]]
                 grads = [dq[:, :, rows], dk[:, :, keys], dv[:, :, keys]]
-                self._backward(one, k[:, :, keys], v[:, :, keys], *parts, *grads, scale, extras, b)
+                self._backward(one, k[:, :, keys], v[:, :, keys], *parts, *grads, scale, extras, b, terms)
+            self._finish_terms(terms)
             self._damage(q, dq, extras)
             return dq, dk, dv
 
@@ -169,6 +173,9 @@ class Kernel:
         values = v.float().repeat_interleave(problem.group, dim=1)
         kept = torch.as_tensor(self._kept(problem, q, k, extras, b, False)).expand_as(s)
         m, total, acc = torch.full((*s.shape[:3], 1), -1e30), torch.zeros(*s.shape[:3], 1), 0.0
+        sinks = self._sinks(extras)
+        if sinks is not None:
+            m, total = torch.maximum(m, sinks), total + (sinks > -math.inf)
         if self.fault == "maximum begins at 0":
             m = torch.zeros_like(m)
         for start in range(0, k.shape[2], TILE):
@@ -183,6 +190,8 @@ class Kernel:
             m = new
         result = acc / total.masked_fill(total == 0, 1.0) + torch.zeros(out.shape)
         result_lse = (m + total.log()).squeeze(-1)
+        if self.fault == "sink left out of the lse":
+            result_lse = torch.logsumexp(s, dim=-1)
         if self.fault == "lse a little too large":
             result_lse += 0.005
         if self.fault == "lse in base 2":
@@ -196,7 +205,29 @@ class Kernel:
         self._write("out", out, result)
         self._write("lse", lse, result_lse)
 
-    def _backward(self, problem, k, v, q, out, lse, dout, dlse, dq, dk, dv, scale, extras, b):
+    def _sinks(self, extras):
+        """[H, 1, 1]."""
+        if extras.sinks is None or self.fault == "sink ignored":
+            return None
+        sinks = extras.sinks[:, None, None]
+        if self.fault == "sink of the next head":
+            return sinks.roll(1, dims=0)
+        return sinks * math.log(2.0) if self.fault == "sink in base 2" else sinks
+
+    def _add_sinks_gradient(self, dsinks, sinks, lse, delta):
+        share = torch.exp(sinks[:, None] - lse.masked_fill(lse == -math.inf, math.inf))
+        dsinks -= (share * delta).sum(dim=(0, 2))
+
+    def _finish_terms(self, terms):
+        for name, term in terms._asdict().items():
+            if term is not None and self.fault == f"d{name} a little too large":
+                term *= 1.01
+            if term is not None and self.fault == f"last element of d{name} not written":
+                term.view(-1)[-1:] = math.nan
+            if term is not None and self.fault == f"d{name} of the next head":
+                term.copy_(term.roll(1, dims=-1))
+
+    def _backward(self, problem, k, v, q, out, lse, dout, dlse, dq, dk, dv, scale, extras, b, terms):
         s, slope = self._scores(problem, q, k, scale, extras)
         keys, values = (tensor.float().repeat_interleave(problem.group, dim=1) for tensor in (k, v))
         p = torch.exp(s - lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1))
@@ -206,6 +237,8 @@ class Kernel:
             delta = delta - dlse
         if self.fault == "delta left out":
             delta = torch.zeros_like(delta)
+        if terms.sinks is not None:
+            self._add_sinks_gradient(terms.sinks, extras.sinks, lse, delta)
         ds = p * (dout.float() @ values.mT * kept - delta.unsqueeze(-1))
         if self.fault != "softcap without its derivative":
             ds = ds * slope

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -17,9 +19,17 @@ FEATURES = {
     Feature.FLOAT_MASK: {"mask_tensor": MaskTensor.FLOAT},
     Feature.BOOL_MASK: {"mask_tensor": MaskTensor.BOOL},
     Feature.WINDOW: {"window_left": 63, "window_right": 15},
+    Feature.SINKS: {"sinks": True},
     Feature.DROPOUT: {"dropout_p": 0.1},
 }
-EVERYTHING = {"softcap": 15.0, "mask_tensor": MaskTensor.FLOAT, "window_left": 90, "window_right": 9, "dropout_p": 0.3}
+EVERYTHING = {
+    "softcap": 15.0,
+    "mask_tensor": MaskTensor.FLOAT,
+    "window_left": 90,
+    "window_right": 9,
+    "sinks": True,
+    "dropout_p": 0.3,
+}
 PACKED = {**FEATURES[Feature.VARLEN], **EVERYTHING, "mask_tensor": MaskTensor.NONE}
 
 # Wrong in both passes.
@@ -60,6 +70,7 @@ FORWARD_FAULTS = {
     Feature.FLOAT_MASK: ["lse finite in blind rows", "average in blind rows"],
     Feature.BOOL_MASK: ["lse finite in blind rows", "average in blind rows"],
     Feature.WINDOW: [],
+    Feature.SINKS: ["sink ignored", "sink left out of the lse", "sink of the next head", "sink in base 2"],
     Feature.DROPOUT: ["dropout in the normaliser"],
 }
 BACKWARD_FAULTS = {
@@ -68,6 +79,12 @@ BACKWARD_FAULTS = {
     Feature.FLOAT_MASK: [],
     Feature.BOOL_MASK: [],
     Feature.WINDOW: [],
+    Feature.SINKS: [
+        *(f"d{name} a little too large" for name in ("q", "k", "v", "sinks")),
+        "last element of dsinks not written",
+        "dsinks of the next head",
+        "dlse ignored",
+    ],
     Feature.DROPOUT: ["another dropout in the backward", "dv without dropout"],
 }
 
@@ -97,7 +114,7 @@ def test_a_kernel_with_honest_roundings_passes_the_whole_grid_with_all_features(
     assert verification.checks > 15
 
 
-@pytest.mark.parametrize(("feature", "dtype"), list(zip(Feature, [*DType, *DType], strict=True)))
+@pytest.mark.parametrize(("feature", "dtype"), list(zip(Feature, itertools.cycle(DType))))
 @pytest.mark.parametrize("op", Pass)
 def test_a_kernel_with_honest_roundings_passes_the_whole_grid_with_each_feature(op, feature, dtype):
     verification = verify(Kernel(), problem_of(op, dtype, Mask.FULL, FEATURES[feature], head_dim=64), Level.FULL)

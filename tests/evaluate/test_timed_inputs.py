@@ -5,6 +5,7 @@ import torch
 
 from autoflash.evaluate.timed_inputs import timed_inputs
 from autoflash.problem import DType, Mask, MaskTensor, Pass, Problem
+from autoflash.runtime.executable import NO_EXTRAS
 from tests.factories import make_device, make_problem
 
 CPU = make_device("cpu")
@@ -28,7 +29,7 @@ def test_the_same_seed_gives_the_same_inputs() -> None:
 
 
 def test_plain_problems_have_nothing_beside_their_tensors() -> None:
-    assert timed_inputs(make_problem(head_dim=16), CPU, 0).extras == (None, None, None, None)
+    assert timed_inputs(make_problem(head_dim=16), CPU, 0).extras == NO_EXTRAS
 
 
 @pytest.mark.parametrize("batch", [0, 1, 2, 7, 100])

@@ -35,11 +35,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "float": {"mask_tensor": MaskTensor.FLOAT},
     "dropout": {"dropout_p": 0.2},
     "varlen": {"packed_q": 1024, "packed_k": 1024, "mask": Mask.CAUSAL},
+    "sinks": {"sinks": True},
+    "sinks-varlen": {"sinks": True, "packed_q": 1024, "packed_k": 1024},
     "dense-all": {
         "window_left": 100,
         "mask": Mask.CAUSAL,
         "softcap": 20.0,
         "mask_tensor": MaskTensor.BOOL,
+        "sinks": True,
         "dropout_p": 0.2,
     },
     "varlen-all": {"window_left": 100, "packed_q": 1024, "packed_k": 1024, "softcap": 20.0, "dropout_p": 0.2},
@@ -160,7 +163,7 @@ def test_case_a06_each_replay_of_a_graph_drops_anew_and_its_backward_agrees() ->
     assert torch.equal(captured[0], first[0])
 
 
-@pytest.mark.parametrize("name", ["window", "bool-keys", "softcap", "dropout", "varlen"])
+@pytest.mark.parametrize("name", ["window", "bool-keys", "softcap", "sinks", "dropout", "varlen"])
 def test_memory_beside_outputs_is_linear_in_the_sequence(name: str) -> None:
     def peak(s: int) -> int:
         q, k, v = tensors(1, 4, s, 64, grad=True)
@@ -169,6 +172,7 @@ def test_memory_beside_outputs_is_linear_in_the_sequence(name: str) -> None:
             "window": {"window": (100, 100)},
             "bool-keys": {"mask": torch.rand(1, 1, 1, s, device="cuda") < 0.5},
             "softcap": {"softcap": 10.0},
+            "sinks": {"sinks": torch.zeros(4, device="cuda", requires_grad=True)},
             "dropout": {"dropout_p": 0.1},
         }.get(name, {})
         cu = torch.tensor([0, s // 3, s], device="cuda", dtype=torch.int32)
@@ -179,7 +183,8 @@ def test_memory_beside_outputs_is_linear_in_the_sequence(name: str) -> None:
                 out = autoflash.attention_varlen(*rows, cu, cu, vendor="never").transpose(0, 1)[None]  # type: ignore[union-attr]
             else:
                 out = attend(q, k, v, **how)
-            torch.autograd.grad(out, (q, k, v), dout)
+            terms = [how["sinks"]] if "sinks" in how else []
+            torch.autograd.grad(out, (q, k, v, *terms), dout)
 
         step()
         gc.collect()

@@ -5,14 +5,18 @@ Tiles are small, so that few elements make many tiles.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from autoflash.evaluate.verify import verify
+from autoflash.evaluate.grid import Case
+from autoflash.evaluate.masks import MaskForm
+from autoflash.evaluate.verify import run_case, verify
 from autoflash.problem import Alignment, DType, Form, Mask, MaskTensor, Problem
 from autoflash.runtime.executable import Extras
 from autoflash.runtime.probe import probe
@@ -57,6 +61,24 @@ COMBINATIONS = [
     "softcap bool_mask window dropout",
     "varlen softcap window dropout",
 ]
+
+WITH_TERMS = [
+    "sinks",
+    "varlen sinks",
+    "softcap float_mask window sinks dropout",
+    "softcap bool_mask sinks",
+    "varlen softcap window sinks dropout",
+]
+"""Combinations with terms that have gradients: the gate compares them."""
+
+FIELDS: dict[str, dict[str, object]] = {
+    "window": {"window_left": 9, "window_right": 5},
+    "softcap": {"softcap": 2.0},
+    "bool_mask": {"mask_tensor": MaskTensor.BOOL},
+    "float_mask": {"mask_tensor": MaskTensor.FLOAT},
+    "sinks": {"sinks": True},
+    "dropout": {"dropout_p": 0.3},
+}
 
 
 def _numbers(features: list[str]) -> dict[str, object]:
@@ -130,6 +152,47 @@ def test_features_pass_the_gate(combination: str, loop_order: str, dtype: DType)
     executable = TritonBackward(Form.of(problem), make_variant(loop_order, tiles=(32, 32, 32, 32)), CPU)
     verification = verify(executable, problem, Level.SCREEN, device=CPU)
     assert verification.passed, verification.detail
+
+
+def case_of(combination: str, problem: Problem, **options: Any) -> Case:
+    features = combination.split()
+    fields = {name: value for feature in features for name, value in FIELDS.get(feature, {}).items()}
+    if "varlen" in features:
+        rows = [sum(pair[side] for pair in LENGTHS) + TAIL[side] for side in (0, 1)]
+        fields |= {"batch": len(LENGTHS), "packed_q": rows[0], "packed_k": rows[1]}
+        options["lengths"] = LENGTHS
+    problem = problem.replace(**fields)
+    mask = None if problem.mask_tensor is MaskTensor.NONE else MaskForm()
+    rng = (1 << 40, 3) if problem.dropout_p else None
+    return Case(problem=problem, mask=mask, rng=rng, with_dlse=True, **options)
+
+
+def assert_inside_the_gate(variant: Variant, case: Case) -> None:
+    found = run_case(TritonBackward(Form.of(case.problem), variant, CPU), case, "cpu")
+    assert not isinstance(found, str), found
+    assert found.finding.ratio <= 1.0, f"{found.finding.words} ({case})"
+
+
+@pytest.mark.parametrize(("number", "combination"), list(enumerate(WITH_TERMS)), ids=WITH_TERMS)
+@pytest.mark.parametrize("loop_order", LOOP_ORDERS)
+def test_gradients_of_terms_match_the_specification(loop_order: str, number: int, combination: str) -> None:
+    turn = LOOP_ORDERS.index(loop_order) + number
+    mask, dtype = list(Mask)[turn % 2], list(DType)[turn % 3]
+    sizes = {"seqlen_q": 20, "seqlen_k": 35, "heads": 4, "kv_heads": 2, "head_dim": 24, "head_dim_v": 16}
+    problem = backward_problem(dtype=dtype, mask=mask, **sizes)
+    assert_inside_the_gate(_variant(loop_order, mask), case_of(combination, problem))
+
+
+@pytest.mark.parametrize("combination", ["sinks", "varlen sinks"])
+def test_gradients_of_terms_without_any_key(combination: str) -> None:
+    problem = backward_problem(dtype=DType.FP32, head_dim=16, seqlen_q=7, seqlen_k=0, heads=2)
+    case = case_of(combination, problem)
+    if case.lengths:
+        case = dataclasses.replace(
+            case, problem=case.problem.replace(batch=2, packed_q=9, packed_k=0), lengths=((4, 0), (3, 0))
+        )
+    assert case.problem.is_empty
+    assert_inside_the_gate(make_variant("split"), case)
 
 
 @pytest.mark.parametrize(

@@ -49,13 +49,16 @@ WINDOW = {"window_left": 9, "window_right": 5}
 DROPOUT = {"dropout_p": 0.3}
 BOOL = {"mask_tensor": MaskTensor.BOOL}
 FLOAT = {"mask_tensor": MaskTensor.FLOAT}
+SINKS = {"sinks": True}
 FEATURES: dict[str, dict[str, object]] = {
     "softcap": SOFTCAP,
     "float_mask": FLOAT,
     "bool_mask": BOOL,
     "window": WINDOW,
+    "sinks": SINKS,
     "dropout": DROPOUT,
     "softcap+float_mask+window+dropout": {**SOFTCAP, **FLOAT, **WINDOW, **DROPOUT},
+    "softcap+float_mask+window+sinks+dropout": {**SOFTCAP, **FLOAT, **WINDOW, **SINKS, **DROPOUT},
     "softcap+bool_mask+window+dropout": {**SOFTCAP, **BOOL, **WINDOW, **DROPOUT},
 }
 
@@ -108,7 +111,9 @@ def test_features_match_the_specification(structure: str, features: str) -> None
     assert_passes_the_gate(make_kernel(structure), dense(dtype=DTYPES[structure], mask=mask, **FEATURES[features]))
 
 
-@pytest.mark.parametrize("features", [{}, {**SOFTCAP, **WINDOW, **DROPOUT}], ids=["alone", "with_all"])
+@pytest.mark.parametrize(
+    "features", [{}, SINKS, {**SOFTCAP, **WINDOW, **SINKS, **DROPOUT}], ids=["alone", "with_sinks", "with_all"]
+)
 @pytest.mark.parametrize("structure", ["plain", "branch", "under"])
 def test_packed_sequences_match_the_specification(structure: str, features: dict[str, object]) -> None:
     mask = Mask.FULL if structure == "branch" else Mask.CAUSAL
@@ -118,9 +123,22 @@ def test_packed_sequences_match_the_specification(structure: str, features: dict
     assert_passes_the_gate(make_kernel(structure), problem, lengths=LENGTHS)
 
 
+@pytest.mark.parametrize("features", [{}, SINKS], ids=["plain", "sinks"])
 @pytest.mark.parametrize("lengths", [(), ((0, 0), (0, 0)), ((0, 4),), ((5, 0),)], ids=str)
-def test_packed_tensors_of_nothing_but_unused_rows(lengths: Lengths) -> None:
-    assert_passes_the_gate(make_kernel("under"), packed(lengths, (20, 18), dtype=DType.FP32), lengths=lengths)
+def test_packed_tensors_of_nothing_but_unused_rows(lengths: Lengths, features: dict[str, object]) -> None:
+    problem = packed(lengths, (20, 18), dtype=DType.FP32, **features)
+
+    assert_passes_the_gate(make_kernel("under"), problem, lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    ("problem", "lengths"),
+    [(dense(seqlen_k=0, **SINKS), ()), (packed(((5, 0), (2, 0)), (3, 0), **SINKS), ((5, 0), (2, 0)))],
+    ids=["dense", "packed"],
+)
+def test_without_any_key_the_sink_is_what_there_is(problem: Problem, lengths: Lengths) -> None:
+    assert problem.is_empty
+    assert_passes_the_gate(make_kernel("plain"), problem, lengths=lengths)
 
 
 def test_more_sequences_than_rows_of_a_tile() -> None:

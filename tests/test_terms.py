@@ -1,0 +1,354 @@
+"""Terms of scores with gradients through the public functions, on the CPU, beside a formula for autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autoflash
+from autoflash.arguments import draw_rng
+from autoflash.errors import InvalidProblemError, NoKernelError, UnsupportedError
+from autoflash.evaluate import reference
+from tests.featured import LENGTHS_K, LENGTHS_Q, B, D, H, M, N, bool_mask, float_mask, offsets, packed, tensors
+from tests.termed import DTYPES, TOLERANCE, derived
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_records() -> Iterator[None]:
+    """Choices are made anew, and kept for the whole module: each form is verified once."""
+    autoflash.forget()
+    yield
+    autoflash.forget()
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 4) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+SINKS = {"sinks": normal(H) + 1.0}
+
+# By name: the terms, what else a call is given, and what the formula is given in its place.
+CASES: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
+    "sinks": (SINKS, {}),
+    "sinks-causal": (SINKS, {"causal": True}),
+    "sinks-top-left": (SINKS, {"causal": "top_left"}),
+    "sinks-window": (SINKS, {"window": (7, 3)}),
+    "sinks-bool": (SINKS, {"mask": bool_mask(B, 1, M, N)}),
+    "sinks-float": (SINKS, {"mask": float_mask(M, N)}),
+    "sinks-all": (SINKS, {"mask": bool_mask(M, N), "softcap": 2.0, "window": (20, 4), "causal": True}),
+    "sinks-fp16": ({"sinks": normal(H, dtype=torch.float16)}, {}),
+    "sinks-bf16": ({"sinks": normal(H, dtype=torch.bfloat16)}, {"causal": True}),
+    "sinks-fp64": ({"sinks": normal(H).double()}, {}),
+}
+
+
+def close(ours: Tensor, exact: Tensor, tolerance: float) -> None:
+    torch.testing.assert_close(ours.double(), exact, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", CASES)
+def test_output_lse_and_every_gradient_match_autograd_in_float64(name: str, dtype: torch.dtype) -> None:
+    terms, how = CASES[name]
+    q, k, v = tensors(grad=True, dtype=dtype)
+    leaves = {term: value.clone().requires_grad_() for term, value in terms.items()}
+    dout, dlse = normal(B, H, M, D, dtype=dtype, seed=8), normal(B, H, M, seed=9)
+
+    out, lse = autoflash.attention(q, k, v, return_lse=True, vendor="never", **leaves, **how)  # type: ignore[arg-type]
+    found = torch.autograd.grad((out, lse), (q, k, v, *leaves.values()), (dout, dlse))
+
+    (expected, expected_lse), wanted = derived(q, k, v, dout, dlse, terms, how)
+    close(out, expected, TOLERANCE[dtype])
+    close(lse, expected_lse, 2e-5)
+    for ours, exact, given in zip(found, wanted, (q, k, v, *terms.values()), strict=True):
+        assert ours.dtype is given.dtype
+        assert ours.shape == given.shape
+        coarse = max(TOLERANCE[dtype], TOLERANCE.get(given.dtype, 0.0))
+        close(ours, exact, coarse * max(1.0, float(exact.abs().max())))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_specification_matches_autograd(name: str) -> None:
+    terms, how = CASES[name]
+    q, k, v = tensors()
+    dout, dlse = normal(B, H, M, D, seed=8), normal(B, H, M, seed=9)
+
+    out, lse = reference.attention(q, k, v, return_lse=True, **terms, **how)  # type: ignore[arg-type]
+    found = (*reference.gradients(q, k, v, dout, dlse, **terms, **how),)  # type: ignore[arg-type]
+    of_terms = reference.term_gradients(q, k, v, dout, dlse, **terms, **how)  # type: ignore[arg-type]
+
+    results, wanted = derived(q, k, v, dout, dlse, terms, how)
+    for ours, exact in zip((out, lse, *found), (*results, *wanted[:3]), strict=True):
+        close(ours, exact, 1e-12)
+    for term, exact in zip(terms, wanted[3:], strict=True):
+        close(getattr(of_terms, term), exact, 1e-12)
+
+
+def test_with_dropout_the_gradients_are_those_of_what_was_kept() -> None:
+    q, k, v = tensors(grad=True)
+    terms = SINKS
+    leaves = {term: value.clone().requires_grad_() for term, value in terms.items()}
+    dout, dlse = normal(B, H, M, D, seed=8), normal(B, H, M, seed=9)
+    torch.manual_seed(7)
+    rng = draw_rng(q)
+    torch.manual_seed(7)
+
+    out, lse = autoflash.attention(q, k, v, dropout_p=0.25, return_lse=True, vendor="never", **leaves)  # type: ignore[arg-type]
+    found = torch.autograd.grad((out, lse), (q, k, v, *leaves.values()), (dout, dlse))
+
+    keep = reference.dropout_keep(rng, 0.25, B, H, slice(0, M), N, torch.device("cpu")).double() / 0.75
+    (expected, expected_lse), wanted = derived(q, k, v, dout, dlse, terms, {"keep": keep})
+    close(out, expected, 1e-5)
+    close(lse, expected_lse, 1e-5)
+    for ours, exact in zip(found, wanted, strict=True):
+        close(ours, exact, 1e-4)
+
+
+@pytest.mark.parametrize("vendor", ["never", "allow"])
+@pytest.mark.parametrize("terms", [SINKS], ids=["sinks"])
+def test_case_a05_a_term_that_is_accepted_is_obeyed(terms: dict[str, Tensor], vendor: str) -> None:
+    q, k, v = tensors()
+
+    plain = autoflash.attention(q, k, v, vendor=vendor)
+    termed = autoflash.attention(q, k, v, vendor=vendor, **terms)  # type: ignore[arg-type]
+
+    assert (plain - termed).abs().max() > 1e-2  # type: ignore[operator]
+
+
+def test_no_gradient_is_made_of_a_term_that_asks_for_none() -> None:
+    q, k, v = tensors(grad=True)
+    for terms in (SINKS,):
+        out = autoflash.attention(q, k, v, vendor="never", **terms)  # type: ignore[arg-type]
+
+        assert all(torch.isfinite(x).all() for x in torch.autograd.grad(out.sum(), (q, k, v)))  # type: ignore[union-attr]
+
+
+def test_a_term_alone_may_ask_for_a_gradient() -> None:
+    q, k, v = tensors()
+    for term, value in SINKS.items():
+        leaf = value.clone().requires_grad_()
+
+        out = autoflash.attention(q, k, v, vendor="never", **{term: leaf})  # type: ignore[arg-type]
+
+        assert torch.autograd.grad(out.square().sum(), leaf)[0].abs().max() > 0  # type: ignore[union-attr]
+
+
+def test_a_row_that_sees_its_sink_alone_gives_zero_and_its_sink_as_lse() -> None:
+    q, k, v = tensors(grad=True)
+    sinks = SINKS["sinks"].clone().requires_grad_()
+    mask = torch.ones(B, 1, M, N, dtype=torch.bool)
+    mask[:, :, 3:9] = False
+
+    out, lse = autoflash.attention(q, k, v, mask=mask, sinks=sinks, return_lse=True, vendor="never")
+    dq, dk, dv, dsinks = torch.autograd.grad(
+        (out[:, :, 3:9], lse[:, :, 3:9]), (q, k, v, sinks), (torch.ones(B, H, 6, D), torch.ones(B, H, 6))
+    )
+
+    assert not out[:, :, 3:9].any()
+    assert torch.equal(lse[:, :, 3:9], sinks.detach()[:, None].expand(B, H, 6))
+    assert not any(x.any() for x in (dq, dk, dv))
+    torch.testing.assert_close(dsinks, torch.full((H,), 6.0 * B))
+
+
+def test_without_any_key_lse_is_the_sink_and_has_its_gradient() -> None:
+    q, k, v = (x.requires_grad_() for x in tensors(M, 0))
+    sinks = SINKS["sinks"].clone().requires_grad_()
+
+    out, lse = autoflash.attention(q, k, v, sinks=sinks, return_lse=True)
+    dq, dsinks = torch.autograd.grad((out.sum() + lse.sum()), (q, sinks))
+
+    assert not out.any()
+    assert not dq.any()
+    assert torch.equal(lse, sinks.detach()[:, None].expand(B, H, M))
+    torch.testing.assert_close(dsinks, torch.full((H,), float(B * M)))
+
+
+def test_a_sink_of_minus_infinity_is_none() -> None:
+    q, k, v = tensors()
+    sinks = torch.full((H,), -torch.inf)
+
+    ours = autoflash.attention(q, k, v, sinks=sinks, causal=True, return_lse=True, vendor="never")
+
+    for with_sinks, plain in zip(
+        ours, autoflash.attention(q, k, v, causal=True, return_lse=True, vendor="never"), strict=True
+    ):
+        torch.testing.assert_close(with_sinks, plain)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_layouts_agree(layout: str) -> None:
+    q, k, v = (x if layout == "bhsd" else x.transpose(1, 2) for x in tensors())
+
+    out = autoflash.attention(q, k, v, sinks=SINKS["sinks"], layout=layout, vendor="never")
+
+    (expected, _), _ = derived(*tensors(), torch.zeros(B, H, M, D), torch.zeros(B, H, M), SINKS, {})
+    close(out if layout == "bhsd" else out.transpose(1, 2), expected, 1e-5)  # type: ignore[arg-type,union-attr]
+
+
+# Packed sequences
+
+
+PACKED: dict[str, dict[str, Tensor]] = {"sinks": SINKS}
+
+
+@pytest.mark.parametrize("how", [{}, {"causal": True}, {"causal": "top_left", "window": (9, 2)}], ids=str)
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_match_the_formula_of_each(name: str, how: dict[str, Any]) -> None:
+    terms = PACKED[name]
+    tail = 3
+    q, k, v = packed(tail, grad=True)
+    leaves = {term: value.clone().requires_grad_() for term, value in terms.items()}
+    cu_q, cu_k = offsets(LENGTHS_Q), offsets(LENGTHS_K)
+    dout, dlse = normal(len(q), H, D, seed=8), normal(H, len(q), seed=9)
+
+    out, lse = autoflash.attention_varlen(q, k, v, cu_q, cu_k, return_lse=True, vendor="never", **leaves, **how)  # type: ignore[arg-type]
+    found = torch.autograd.grad((out, lse), (q, k, v, *leaves.values()), (dout, dlse))
+
+    wanted = [torch.zeros(x.shape, dtype=torch.float64) for x in (q, k, v, *terms.values())]
+    for b in range(len(LENGTHS_Q)):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        one = [x[part].transpose(0, 1)[None] for x, part in ((q, rows), (k, keys), (v, keys), (dout, rows))]
+        of_one = {term: value[b] if value.ndim == 2 else value for term, value in terms.items()}
+        (expected, expected_lse), made = derived(*one[:3], one[3], dlse[None, :, rows], of_one, how)
+        close(out[rows], expected[0].transpose(0, 1), 1e-5)
+        close(lse[:, rows], expected_lse[0].clamp(min=-1e29), 1e-5) if "sinks" in terms else None
+        for index, part in enumerate((rows, keys, keys)):
+            wanted[index][part] += made[index][0].transpose(0, 1)
+        for index, value in enumerate(terms.values(), start=3):
+            target = wanted[index][b] if value.ndim == 2 else wanted[index]
+            target += made[index]
+    assert not out[-tail:].any()
+    assert (lse[:, -tail:] == -torch.inf).all()
+    for ours, exact in zip(found, wanted, strict=True):
+        close(ours, exact, 1e-4)
+
+
+def test_no_packed_sequence_has_no_sink() -> None:
+    q, k, v = packed()
+    sinks = SINKS["sinks"].clone().requires_grad_()
+
+    out, lse = autoflash.attention_varlen(q, k, v, offsets([]), offsets([]), sinks=sinks, return_lse=True)
+
+    assert not out.any()
+    assert (lse == -torch.inf).all()
+    assert not torch.autograd.grad(out.sum(), sinks)[0].any()
+
+
+# Traced, transformed, explained
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", ["sinks", "sinks-all"])
+def test_a_compiled_call_gives_the_bits_of_an_eager_one(name: str) -> None:
+    torch.compiler.reset()
+    terms, how = CASES[name]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *values: Tensor) -> Tensor:
+        given = dict(zip(terms, values, strict=True))
+        return autoflash.attention(q, k, v, vendor="never", **given, **how)  # type: ignore[return-value,arg-type]
+
+    results = []
+    for call in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        leaves = (*tensors(grad=True), *(value.clone().requires_grad_() for value in terms.values()))
+        out = call(*leaves)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
+
+
+def test_opcheck_accepts_calls_with_terms() -> None:
+    q, k, v = tensors(grad=True)
+    sinks = SINKS["sinks"].clone().requires_grad_()
+    extras = (None, None, None, None, sinks)
+    options = (0.25, "full", False, "never", True, True, -1, -1, 0.0, 0.0, 0, 0)
+
+    forward = torch.library.opcheck(
+        torch.ops.autoflash.attention_forward.default,
+        (q, k, v, *extras, *options),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+    out, lse = torch.ops.autoflash.attention_forward(q, k, v, *extras, *options)
+    inputs = [x.detach() for x in (out, q, k, v, out, lse, sinks)]
+    dout, q, k, v, out, lse, sinks = inputs
+    backward = torch.library.opcheck(
+        torch.ops.autoflash.attention_backward.default,
+        (dout, None, q, k, v, out, lse, None, None, None, None, sinks, True, *options),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+    assert set(forward.values()) | set(backward.values()) == {"SUCCESS"}
+
+
+def test_functorch_s_grad_knows_terms() -> None:
+    q, k, v = tensors()
+
+    def loss(sinks: Tensor) -> Tensor:
+        return autoflash.attention(q, k, v, sinks=sinks, vendor="never").square().sum()  # type: ignore[union-attr]
+
+    sinks = SINKS["sinks"].clone().requires_grad_()
+    torch.testing.assert_close(torch.func.grad(loss)(sinks.detach()), torch.autograd.grad(loss(sinks), sinks)[0])
+
+
+@pytest.mark.parametrize("term", SINKS)
+def test_vmap_with_terms_is_refused(term: str) -> None:
+    q, k, v = tensors()
+
+    with pytest.raises(UnsupportedError, match=f"vmap with {term} is not built"):
+        torch.func.vmap(lambda q: autoflash.attention(q, k, v, **{term: SINKS[term]}))(torch.stack([q, q]))  # type: ignore[arg-type]
+
+
+def test_the_second_derivative_by_a_term_is_refused() -> None:
+    q, k, v = tensors(grad=True)
+    sinks = SINKS["sinks"].clone().requires_grad_()
+    out = autoflash.attention(q, k, v, sinks=sinks, vendor="never")
+
+    (first,) = torch.autograd.grad(out.square().sum(), sinks, create_graph=True)  # type: ignore[union-attr]
+
+    with pytest.raises(UnsupportedError, match="second derivative"):
+        torch.autograd.grad(first.sum(), q)
+
+
+def test_explain_and_warmup_know_terms() -> None:
+    q, k, v = tensors(grad=True)
+
+    explained = autoflash.explain(q, k, v, **SINKS, vendor="never")  # type: ignore[arg-type]
+    warm = autoflash.warmup(q, k, v, backward=True, **SINKS, vendor="never")  # type: ignore[arg-type]
+
+    for explanation in (explained, warm):
+        assert ["/full+sinks/" in str(one.cell) for one in explanation.passes] == [True, True]
+    q, k, v = packed()
+    cu = {"cu_seqlens_q": offsets(LENGTHS_Q), "cu_seqlens_k": offsets(LENGTHS_K)}
+    (one,) = autoflash.explain(q, k, v, **SINKS, **cu, vendor="never").passes  # type: ignore[arg-type]
+    assert "+varlen+sinks/" in str(one.cell)
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"sinks": [0.0] * H}, "sinks must be a tensor or None, got list"),
+        ({"sinks": torch.zeros(H, dtype=torch.int64)}, r"sinks must be floating, .* \(H,\) = \(4,\), got torch.int64"),
+        ({"sinks": torch.zeros(H + 1)}, r"\(H,\) = \(4,\), got torch.float32 \(5,\)"),
+        ({"sinks": torch.zeros(1, H)}, r"got torch.float32 \(1, 4\)"),
+        ({"sinks": torch.zeros(H, device="meta")}, "on the device of query, got meta and cpu"),
+    ],
+)
+def test_terms_that_cannot_be_meant_are_refused(arguments: dict[str, Any], words: str) -> None:
+    q, k, v = tensors()
+
+    with pytest.raises(InvalidProblemError, match=words):
+        autoflash.attention(q, k, v, **arguments)
+
+
+def test_vendor_kernels_are_said_to_have_no_terms() -> None:
+    q, k, v = tensors()
+
+    with pytest.raises(NoKernelError, match="has sinks: vendor kernels have none"):
+        autoflash.attention(q, k, v, **SINKS, vendor="only")  # type: ignore[arg-type]
