@@ -42,6 +42,8 @@ class Options:
         training: A gradient will be asked for.
         window_left, window_right: How many keys before and behind its own position a query sees; -1 for all.
         softcap: Bound of the scores; 0 for none.
+        score_mod, mask_mod: Expressions as lines of the language; empty for none.
+        params_gradient: A gradient of the score_mod's parameters will be asked for.
         dropout_p: Share of the probabilities to drop.
         sequences: Number of packed sequences; None where nothing is packed.
         longest_q, longest_k: Length of the longest of them, as far as the caller knows; 0 if not.
@@ -56,6 +58,9 @@ class Options:
     window_left: int = UNBOUNDED
     window_right: int = UNBOUNDED
     softcap: float = 0.0
+    score_mod: str = ""
+    mask_mod: str = ""
+    params_gradient: bool = False
     dropout_p: float = 0.0
     sequences: int | None = None
     longest_q: int = 0
@@ -334,6 +339,9 @@ def problem_of_tensors(
         window_left=None if options.window_left == UNBOUNDED else options.window_left,
         window_right=None if options.window_right == UNBOUNDED else options.window_right,
         softcap=options.softcap,
+        score_mod=options.score_mod,
+        mask_mod=options.mask_mod,
+        params_gradient=options.params_gradient,
         mask_tensor=_kind_of(extras.mask),
         sinks=extras.sinks is not None,
         dropout_p=options.dropout_p,

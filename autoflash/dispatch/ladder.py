@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from autoflash.device import Device, DeviceKind
@@ -18,7 +18,16 @@ _MOST_HITS = 3
 
 # A kernel does a little more for each pair with these, but visits the same tiles: what is fast without is seldom slow
 # with them. A window changes which tiles there are, and packed sequences how long they are.
-_NEUTRAL = (Feature.SOFTCAP, Feature.FLOAT_MASK, Feature.BOOL_MASK, Feature.SINKS, Feature.DROPOUT)
+_NEUTRAL = (
+    Feature.SOFTCAP,
+    Feature.SCORE_MOD,
+    Feature.FLOAT_MASK,
+    Feature.BOOL_MASK,
+    Feature.MASK_MOD,
+    Feature.SINKS,
+    Feature.DROPOUT,
+    Feature.PARAMS_GRADIENT,
+)
 
 
 class VendorPolicy(str, Enum):
@@ -148,7 +157,7 @@ def _lenders(cell: Cell) -> Iterator[Cell]:
     neutral = [feature for feature in _NEUTRAL if feature in cell.features]
     for count in range(1, len(neutral) + 1):
         for dropped in itertools.combinations(neutral, count):
-            yield replace(cell, features=tuple(feature for feature in cell.features if feature not in dropped))
+            yield cell.without(dropped)
 
 
 def _borrowed(cell: Cell, here: Here, hit: Hit, ranked: Ranked) -> Candidate:

@@ -113,9 +113,9 @@ def accuracy_cases(problem: Problem) -> tuple[Case, ...]:
 def torch_errors(case: Case, device: str) -> dict[str, dict[str, float]]:
     """Largest errors by backend and output; computed once for all the kernels that are compared on a case.
 
-    A backend is left out where it cannot do the problem (softcap, sinks, or a dropout of given numbers), raises, or
-    gives elements that are not finite. Causal masks that are aligned to the bottom right and windows are given to it as
-    a mask; key heads are repeated; packed sequences are computed one by one.
+    A backend is left out where it cannot do the problem (softcap, expressions, sinks, or a dropout of given numbers),
+    raises, or gives elements that are not finite. Causal masks that are aligned to the bottom right and windows are
+    given to it as a mask; key heads are repeated; packed sequences are computed one by one.
     """
     problem = case.problem
     wanted = expected(case, device, True)
@@ -123,7 +123,8 @@ def torch_errors(case: Case, device: str) -> dict[str, dict[str, float]]:
     semantics = Semantics.of_problem(problem, case.score_scale, expanded(inputs.extras, inputs.q, inputs.k))
     exact = {name: limit.exact for name, limit in wanted.limits}
     errors: dict[str, dict[str, float]] = {}
-    usable = {Feature.SOFTCAP, Feature.SINKS, Feature.DROPOUT}.isdisjoint(problem.features) and not case.with_dlse
+    unknown = {Feature.SOFTCAP, Feature.SCORE_MOD, Feature.MASK_MOD, Feature.SINKS, Feature.DROPOUT}
+    usable = unknown.isdisjoint(problem.features) and not case.with_dlse
     for name, backend in BACKENDS.items() if usable else ():
         results = _by_backend(backend, inputs, semantics, problem.op)
         found = {} if results is None else {key: _largest(results[key], exact[key]) for key in exact}
@@ -171,7 +172,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, semantics: Semantics, block: Block)
     shape = (*queries.shape[:3], keys.shape[2])
     if semantics.mask is None and semantics.left is None and semantics.right == 0 and block.diagonal == 0:
         return functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=semantics.scale)
-    hidden, mask = semantics.hidden(block, q.device), semantics.mask
+    hidden, mask = semantics.hidden(q.new_empty(0), block), semantics.mask
     if mask is not None and mask.dtype is not torch.bool:
         mask = mask.to(q.dtype) if hidden is None else mask.to(q.dtype).masked_fill(hidden, -math.inf)
     elif hidden is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ class Tile:
     Attributes:
         block: Which rows and keys.
         queries, keys: [B, H_KV, G * m, D] and [B, H_KV, N, D].
-        scores: Of each pair, whether it is hidden or not, [B, H, m, N].
+        capped: Scores of each pair, [B, H, m, N], as a score_mod is given them.
+        barred: Which are hidden whatever their score; None for none.
+        scores: What becomes of them, also of hidden ones.
         slope: Derivative of the scores by the product of query and key times scale, of that shape or 1.
         p: Probabilities, [B, H, m, N]; 0 in rows that see no key.
         kept: Factor of the probabilities that a dropout leaves, of that shape or 1.
@@ -33,9 +35,10 @@ class Tile:
         self.queries = grouped(q[:, :, block.rows].double(), k)
         self.keys = k[:, :, block.keys].double()
         products = ungrouped(self.queries @ self.keys.mT, q)
-        self.scores = semantics.scores(products, block)
-        self.slope = semantics.slope(products)
-        hidden = semantics.hidden(block, q.device)
+        self.capped = semantics.capped(products)
+        self.barred = semantics.hidden(self.capped, block)
+        self.slope: Tensor | float = semantics.slope(products, block, self.barred)
+        self.scores, hidden = semantics.scores(self.capped, block, self.barred)
         s = self.scores if hidden is None else self.scores.masked_fill(hidden, -math.inf)
         self.lse = torch.logsumexp(s, dim=-1, keepdim=True)
         self.sinks = None if semantics.sinks is None else semantics.sinks.double()[:, None, None]
@@ -88,6 +91,7 @@ def term_gradients(
     made = NO_TERMS
     if semantics.sinks is not None:
         made = made._replace(sinks=torch.zeros(q.shape[1], dtype=torch.float64, device=q.device))
+    sums = param_sums(semantics)
     for tile in tiles:
         rows = tile.block.rows
         douts = grouped(dout[:, :, rows].double(), v)
@@ -98,7 +102,27 @@ def term_gradients(
         if made.sinks is not None and tile.sinks is not None:
             share = torch.exp(tile.sinks - tile.lse.masked_fill(tile.lse == -math.inf, math.inf))
             made.sinks.sub_((share * delta).sum(dim=(0, 2, 3)))
-    return made
+        if sums and semantics.modifiers is not None:
+            ds = tile.p * (dp - delta)
+            found = semantics.modifiers.gradients(tile.capped, tile.block.start, tile.barred, ds)
+            for name, gradient in found.items():
+                sums[name] += gradient
+    return made._replace(params=params_of(sums, semantics))
+
+
+def param_sums(semantics: Semantics) -> dict[str, Tensor]:
+    """Zeros of the shape of each differentiable parameter, in float64, by name."""
+    if semantics.modifiers is None:
+        return {}
+    params = semantics.modifiers.params
+    return {name: torch.zeros_like(params[name], dtype=torch.float64) for name in semantics.modifiers.differentiable}
+
+
+def params_of(gradients: Mapping[str, Tensor], semantics: Semantics) -> tuple[Tensor | None, ...]:
+    """Gradients by name as :class:`TermGradients` has them."""
+    if semantics.modifiers is None or not gradients:
+        return ()
+    return tuple(gradients.get(name) for name in semantics.modifiers.params)
 
 
 def grouped(rows: Tensor, k: Tensor) -> Tensor:

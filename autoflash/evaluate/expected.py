@@ -17,8 +17,8 @@ from autoflash.evaluate.grid import Case
 from autoflash.evaluate.inputs import LOW, Inputs, draw, draw_flat
 from autoflash.evaluate.masks import draw_mask
 from autoflash.evaluate.semantics import Semantics
-from autoflash.evaluate.terms import draw_sinks
-from autoflash.problem import Pass
+from autoflash.evaluate.terms import draw_params, draw_sinks
+from autoflash.problem import Pass, Problem
 from autoflash.runtime.executable import Extras
 
 _MAX_FACTOR, _MAX_FACTOR_WITH_SOFTCAP = 2.0, 3.0
@@ -73,7 +73,7 @@ def expected(case: Case, device: str, has_lse: bool) -> Expected:
     inputs = draw_case(case, device)
     q, k, v = inputs.q, inputs.k, inputs.v
     semantics = Semantics.of_problem(problem, case.score_scale, expanded(inputs.extras, q, k))
-    factor = _MAX_FACTOR_WITH_SOFTCAP if problem.softcap else _MAX_FACTOR
+    factor = _MAX_FACTOR_WITH_SOFTCAP if problem.softcap or problem.score_mod else _MAX_FACTOR
     tiles = list(exact.tiles(q, k, semantics))
     out, lse = exact.forward(q, v, tiles)
     blind = _blind(lse, tiles)
@@ -85,7 +85,7 @@ def expected(case: Case, device: str, has_lse: bool) -> Expected:
         slack = torch.zeros_like(lse)
         if problem.tf32:
             slack += 2.0 * _largest((plain_lse - lse)[lse > -math.inf])
-        if problem.softcap:
+        if problem.softcap or problem.score_mod:
             # Scores far beyond the cap are sums of terms that are large beside what is left of them.
             eps = torch.finfo(torch.float32).eps
             slack += _TERM_ROUNDINGS * eps * yardstick.lse_magnitude(q, semantics, tiles)
@@ -104,7 +104,7 @@ def expected(case: Case, device: str, has_lse: bool) -> Expected:
             ("dq", "dk", "dv"), right, errors, magnitudes, effects, strict=True
         )
     )
-    limits += _term_limits(inputs, dlse, rounding, semantics, tiles)
+    limits += _term_limits(problem, inputs, dlse, rounding, semantics, tiles)
     return Expected(inputs=inputs, out=out, lse=lse, limits=limits, lse_slack=torch.zeros_like(lse))
 
 
@@ -117,13 +117,21 @@ def _blind(lse: Tensor, tiles: Sequence[exact.Tile]) -> Tensor:
 
 
 def _term_limits(
-    inputs: Inputs, dlse: Tensor | None, rounding: Tensor, semantics: Semantics, tiles: Sequence[exact.Tile]
+    problem: Problem,
+    inputs: Inputs,
+    dlse: Tensor | None,
+    rounding: Tensor,
+    semantics: Semantics,
+    tiles: Sequence[exact.Tile],
 ) -> tuple[tuple[str, Limit], ...]:
-    """Limits of the gradients of the terms that the semantics have.
+    """Limits of the gradients of the terms that the problem asks for.
 
-    That of sinks is a sum in float32 over what a kernel is given: it errs by the rounding of that alone.
+    That of sinks is a sum in float32 over what a kernel is given: it errs by the rounding of that alone. Those of
+    parameters come from scores that a kernel made itself, in float32 whatever the inputs are.
     """
-    q, v, dout = inputs.q, inputs.v, inputs.dout
+    if not problem.sinks and not problem.params_gradient:
+        return ()
+    q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     right = exact.term_gradients(q, v, dout, dlse, semantics, tiles)
     effects = exact.term_gradients(q, v, torch.zeros_like(dout), rounding, semantics, tiles)
     magnitudes = yardstick.term_magnitudes(q, v, dout, dlse, semantics, tiles)
@@ -133,6 +141,16 @@ def _term_limits(
         effect = effects.sinks.abs()
         limit = _limit(right.sinks, none, magnitudes.sinks, nowhere, 1.0, torch.float32, effect)
         limits.append(("dsinks", limit))
+    if problem.params_gradient:
+        by_torch = yardstick.plain_term_gradients(q.float(), k.float(), v.float(), dout.float(), dlse, semantics)
+        asked = zip(right.params, by_torch.params, effects.params, magnitudes.params, strict=True)
+        for place, (formula, made, rounded, terms) in enumerate(asked):
+            if formula is None or made is None or rounded is None or terms is None:
+                continue
+            nowhere = torch.zeros_like(formula, dtype=torch.bool)
+            error = (made.double() - formula).abs()
+            limit = _limit(formula, error, terms, nowhere, _MAX_FACTOR_WITH_SOFTCAP, torch.float32, rounded.abs())
+            limits.append((f"dparam_{place}", limit))
     return tuple(limits)
 
 
@@ -155,6 +173,7 @@ def draw_case(case: Case, device: str) -> Inputs:
         sinks=draw_sinks(problem, around=LOW if case.low else 0.0, flat=case.flat, device=device)
         if problem.sinks
         else None,
+        params=draw_params(problem, device=device),
     )
     return dataclasses.replace(inputs, extras=extras)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autoflash.device import Device
+from autoflash.evaluate.terms import draw_params
 from autoflash.problem import Form, MaskTensor, Pass, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.executable import Extras
@@ -86,6 +87,7 @@ def _extras(problem: Problem, generator: torch.Generator, dtype: torch.dtype, se
         cu_seqlens_k=cu_seqlens_k,
         rng=torch.tensor([seed, 0], dtype=torch.int64, device=device) if problem.dropout_p else None,
         sinks=torch.randn(problem.heads, generator=generator, device=device) if problem.sinks else None,
+        params=draw_params(problem, device=str(device)),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from autoflash.runtime import dropout
 from autoflash.runtime.executable import Extras
 from autoflash.runtime.launch import Constant, Number, NumberArgument, TensorArgument
 from autoflash.runtime.layouts import MaskOperand, Operand, reach
+from autoflash.runtime.params import ParamOperand, as_kernels_read, param_operands, usual_params
 
 _LOG2_E = math.log2(math.e)
 
@@ -44,13 +46,27 @@ class FeatureArguments:
     constants: tuple[tuple[str, Constant], ...] = ()
 
 
-def feature_arguments(problem: Problem, scale: float, placed: Operand | None, padding: int) -> FeatureArguments:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedParam(Operand):
+    """A parameter of an expression among the operands of a call.
+
+    Attributes:
+        param: What its kernels look at.
+    """
+
+    param: ParamOperand
+
+
+def feature_arguments(
+    problem: Problem, scale: float, placed: Operand | None, params: Sequence[ParamOperand], padding: int
+) -> FeatureArguments:
     """What the kernels that visit tiles are given.
 
     Args:
         problem: Of any form; without features, nothing is added.
         scale: Factor of the scores.
         placed: The mask tensor, if the problem has one.
+        params: What the problem's expressions read.
         padding: Rows that the workspaces of packed sequences are padded to.
     """
     tensors: list[tuple[str, TensorArgument]] = []
@@ -64,6 +80,10 @@ def feature_arguments(problem: Problem, scale: float, placed: Operand | None, pa
         tensors.append(("mask", TensorArgument(name="mask_ptr", dtype=mask.dtype, aligned=mask.is_aligned)))
         numbers += mask.numbers().items()
         constants |= mask.constants()
+    for param in params:
+        tensors.append((param.name, param.tensor))
+        numbers += param.numbers().items()
+        constants |= param.constants()
     if Feature.WINDOW in features:
         left, right = reach(problem)
         numbers += [(NumberArgument(name="window_left"), left), (NumberArgument(name="window_right"), right)]
@@ -101,7 +121,7 @@ def diagonal(problem: Problem) -> int:
 
 
 def mask_operands(problem: Problem, extras: Extras) -> dict[str, Operand]:
-    """How the mask of a call lies, if the problem has one.
+    """How the mask and the parameters of a call lie, as far as the problem has some.
 
     Raises:
         InvalidProblemError: if a tensor is missing that a feature of the problem looks at.
@@ -116,16 +136,18 @@ def mask_operands(problem: Problem, extras: Extras) -> dict[str, Operand]:
     missing = [name for name, is_wanted in wanted.items() if is_wanted and getattr(extras, name) is None]
     if missing:
         raise InvalidProblemError(f"{' and '.join(missing)} must be given to a kernel of {Form.of(problem)}")
-    return {"mask": _placed(extras.mask)} if wanted["mask"] and extras.mask is not None else {}
+    placed: dict[str, Operand] = {param.name: _placed_param(param) for param in param_operands(problem, extras)}
+    return placed | ({"mask": _placed(extras.mask)} if wanted["mask"] and extras.mask is not None else {})
 
 
 def usual_masks(problem: Problem) -> dict[str, Operand]:
     """As :func:`mask_operands`, of a mask that is not at hand."""
+    params: dict[str, Operand] = {param.name: _placed_param(param) for param in usual_params(problem)}
     mask = MaskOperand.usual(problem)
     if mask is None:
-        return {}
+        return params
     shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
-    return {"mask": PlacedMask(shape=shape, strides=mask.strides, is_dense=mask.is_aligned, mask=mask)}
+    return params | {"mask": PlacedMask(shape=shape, strides=mask.strides, is_dense=mask.is_aligned, mask=mask)}
 
 
 def in_order(extras: Extras) -> tuple[Tensor | None, ...]:
@@ -133,11 +155,20 @@ def in_order(extras: Extras) -> tuple[Tensor | None, ...]:
     mask = extras.mask
     if mask is not None and mask.dtype is torch.bool:
         mask = mask.view(torch.uint8)
-    return mask, extras.rng, extras.cu_seqlens_q, extras.cu_seqlens_k
+    return mask, extras.rng, extras.cu_seqlens_q, extras.cu_seqlens_k, *as_kernels_read(extras.params)
 
 
 def _lengths(name: str) -> tuple[str, TensorArgument]:
     return name, TensorArgument(name=f"{name}_ptr", dtype="i32", aligned=False)
+
+
+def placed_params(operands: Iterable[Operand]) -> tuple[ParamOperand, ...]:
+    """The parameters among the operands of a call, in order."""
+    return tuple(operand.param for operand in operands if isinstance(operand, PlacedParam))
+
+
+def _placed_param(param: ParamOperand) -> PlacedParam:
+    return PlacedParam(shape=param.sizes, strides=param.strides, is_dense=False, param=param)
 
 
 def _placed(mask: Tensor) -> PlacedMask:

@@ -21,7 +21,8 @@ from autoflash.variant import Choices, Variant
 
 _PLAIN_TENSORS = ("q", "k", "v", "out", "lse", "dout", "dlse", "log2_sum", "delta", "acc", "dq", "dk", "dv")
 TENSORS = (*_PLAIN_TENSORS, "mask", "rng", "cu_q", "cu_k")
-"""Every tensor of a backward call; a step names those that it takes by their position here."""
+"""Every tensor of a backward call but the parameters of expressions, which follow in their order; a step names those
+that it takes by their position here."""
 
 # The kernels before and after move memory: a tile of 8192 elements keeps 4 warps busy and few registers.
 _STREAM_ELEMENTS = 8192
@@ -34,7 +35,7 @@ class Step:
 
     Attributes:
         plan: What is compiled.
-        tensors: Positions in :data:`TENSORS`, in the order of the plan.
+        tensors: Positions in :data:`TENSORS` and behind, in the order of the plan.
         layouts: Of the tensors that are passed as descriptors; None for the others.
         numbers: In the order of the plan.
         programs: How many are launched.
@@ -140,7 +141,10 @@ class _Planner:
         # The kernels before and after hold vectors in one tile, whatever the others do.
         self._widths = width_constants(problem, Choices())
         padding = _padding(problem, variant)
-        self._features = backward_features.feature_arguments(problem, scale, operands.get("mask"), padding)
+        params = backward_features.placed_params(operands.values())
+        mask = operands.get("mask")
+        self._features = backward_features.feature_arguments(problem, scale, mask, params, padding)
+        self._names = (*TENSORS, *(param.name for param in params))
         self._packing = backward_features.packed_arguments(problem, padding)
         fills = not problem.is_varlen
         even_m = fills and all(problem.seqlen_q % self._config.number(name) == 0 for name in _row_knobs(variant))
@@ -340,7 +344,7 @@ class _Planner:
         )
         return Step(
             plan=plan,
-            tensors=tuple(TENSORS.index(use.tensor) for use in uses),
+            tensors=tuple(self._names.index(use.tensor) for use in uses),
             layouts=tuple(layouts),
             numbers=tuple(value for _, value in passed),
             programs=programs,

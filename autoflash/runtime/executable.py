@@ -7,6 +7,7 @@ timed is what runs. Tensors are always views of layout [B, H, S, D]; their strid
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -28,6 +29,8 @@ class Extras(NamedTuple):
         cu_seqlens_q, cu_seqlens_k: Where packed sequences begin, and the end of the last: [B + 1], int32, contiguous.
         rng: Seed and offset of the dropout, [2], int64, contiguous, on the device.
         sinks: A score of each head without a key, [H], float32, contiguous.
+        params: What the problem's expressions read, by name: float32, int32 or bool, with the strides that the call
+            was prepared with.
     """
 
     mask: Tensor | None = None
@@ -35,12 +38,28 @@ class Extras(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     rng: Tensor | None = None
     sinks: Tensor | None = None
+    params: tuple[Tensor, ...] = ()
 
     @property
     def sequences(self) -> int | None:
         """How many sequences are packed; None where none are."""
         return None if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
+    @property
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """Every field of one tensor, and behind them the parameters."""
+        single = tuple(getattr(self, name) for name in SINGLE)
+        return (*single, *self.params)
+
+    @classmethod
+    def of_flat(cls, tensors: Sequence[Tensor | None]) -> Extras:
+        """What :attr:`flat` gave."""
+        params = tuple(tensor for tensor in tensors[len(SINGLE) :] if tensor is not None)
+        return cls(**dict(zip(SINGLE, tensors, strict=False)), params=params)
+
+
+SINGLE = tuple(name for name in Extras._fields if name != "params")
+"""The extras that are one tensor each."""
 
 NO_EXTRAS = Extras()
 
@@ -50,9 +69,12 @@ class TermGradients(NamedTuple):
 
     Attributes:
         sinks: [H], float32, contiguous.
+        params: One for each of the parameters, of its shape, float32 and contiguous, or None; empty where none is
+            wanted.
     """
 
     sinks: Tensor | None = None
+    params: tuple[Tensor | None, ...] = ()
 
     @classmethod
     def unwritten(cls, problem: Problem, extras: Extras) -> TermGradients:
@@ -60,10 +82,33 @@ class TermGradients(NamedTuple):
         made = NO_TERMS
         if problem.sinks and extras.sinks is not None:
             made = made._replace(sinks=torch.empty_like(extras.sinks))
+        if problem.params_gradient:
+            wanted = [tensor.dtype.is_floating_point for tensor in extras.params]
+            made = made._replace(params=unwritten_params(extras, wanted))
         return made
 
+    @property
+    def present(self) -> dict[str, Tensor]:
+        """Those that there are, by name: ``sinks``, and ``param_0`` for the first of the parameters."""
+        named = {name: getattr(self, name) for name in SINGLE_TERMS}
+        named |= {f"param_{place}": gradient for place, gradient in enumerate(self.params)}
+        return {name: gradient for name, gradient in named.items() if gradient is not None}
+
+
+SINGLE_TERMS = tuple(name for name in TermGradients._fields if name != "params")
+"""The gradients of extras that are one tensor each."""
 
 NO_TERMS = TermGradients()
+
+
+def unwritten_params(extras: Extras, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Gradients of those parameters that are wanted, to be written; nothing where none is."""
+    if not any(wanted):
+        return ()
+    return tuple(
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) if is_wanted else None
+        for tensor, is_wanted in zip(extras.params, wanted, strict=True)
+    )
 
 
 class ForwardCall(Protocol):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoflash.codegen.expressions import parameters_of
 from autoflash.codegen.render import render
 from autoflash.device import Device
 from autoflash.errors import InvalidProblemError, UnsupportedError
@@ -55,6 +56,8 @@ class TorchTiled:
         self._tiles = {name: variant.config.number(name) for name in ("block_m", "block_n", "heads_per_step")}
         self._extras = tuple(name for feature in form.features for name in _EXTRAS.get(feature, ()))
         self._terms = tuple(_TERMS[feature] for feature in form.features if feature in _TERMS)
+        self._params = parameters_of(form.score_mod, form.mask_mod)
+        self._has_params_gradient = Feature.PARAMS_GRADIENT in form.features
 
     @property
     def variant(self) -> Variant:
@@ -173,17 +176,21 @@ class TorchTiled:
         missing = [name for name in self._extras if getattr(extras, name) is None]
         if missing:
             raise InvalidProblemError(f"{self._form} needs {' and '.join(missing)}")
+        if len(extras.params) != len(self._params):
+            raise InvalidProblemError(f"{self._form} needs {' and '.join(each.name for each in self._params)}")
 
-    def _given(self, extras: Extras) -> dict[str, Tensor]:
-        """The tensors that the rendered function takes for the form's features, by the names of its parameters."""
-        return {name: getattr(extras, name) for name in self._extras}
+    def _given(self, extras: Extras) -> dict[str, Any]:
+        """What the rendered function takes for the form's features, by the names of its parameters."""
+        given: dict[str, Any] = {name: getattr(extras, name) for name in self._extras}
+        return given | ({"params": extras.params} if self._params else {})
 
-    def _wanted(self, terms: TermGradients) -> dict[str, Tensor | None]:
+    def _wanted(self, terms: TermGradients) -> dict[str, Any]:
         """The gradients of the form's terms likewise; where they are wanted, set to 0, since sequences add to them."""
-        wanted: dict[str, Tensor | None] = {f"d{name}": getattr(terms, name) for name in self._terms}
-        for gradient in wanted.values():
-            if gradient is not None:
-                gradient.zero_()
+        for gradient in terms.present.values():
+            gradient.zero_()
+        wanted: dict[str, Any] = {f"d{name}": getattr(terms, name) for name in self._terms}
+        if self._has_params_gradient:
+            wanted["dparams"] = terms.params or (None,) * len(self._params)
         return wanted
 
     def _bound(self, function: Callable[..., None], problem: Problem, scale: float) -> Callable[..., None]:

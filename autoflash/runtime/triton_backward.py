@@ -19,6 +19,7 @@ from autoflash.runtime.compiled import CompiledExecutable
 from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS, BackwardCall, Extras, TermGradients
 from autoflash.runtime.launch import KernelPlan, Launch
 from autoflash.runtime.layouts import ALIGNMENT_BYTES, TORCH_TYPES, Operand, strides_in_order_of, why_not_split
+from autoflash.runtime.params import has_params
 from autoflash.runtime.term_gradients import sinks_gradient_of_rows
 from autoflash.runtime.trivial import empty_backward
 from autoflash.runtime.workspace import Buffer, Workspace
@@ -136,10 +137,12 @@ class TritonBackward(CompiledExecutable):
             return True
         if problem.mask_tensor is not MaskTensor.NONE and extras.mask is None:
             return False
+        if has_params(problem) and not extras.params:
+            return False
         q, k, v, dout = tensors
         operands = self._operands(problem, q, k, v, dout)
         operands["out"] = _in_order_of(_shapes(problem)["out"], q, problem)
-        if extras.mask is not None:
+        if extras.mask is not None or extras.params:
             operands |= mask_operands(problem, extras)
         steps = self.steps(problem, operands, 1.0, has_dlse=False)
         return all(step.plan in self._kernels for step in steps)
@@ -198,7 +201,7 @@ class _Call:
         self._problem = problem
         self._operands = operands
         self._scale = scale
-        self._has_mask = "mask" in operands
+        self._has_placed = "mask" in operands or has_params(problem)
         self._has_features = bool(problem.features)
         self._uses_descriptors = executable.uses_descriptors
         self._dtype = TORCH_TYPES[problem.dtype]
@@ -228,7 +231,7 @@ class _Call:
         """Compute dq, dk, dv, and what is given of terms, from the gradients of out and, if given, of lse."""
         if dq is not None or dk is not None or dv is not None:
             return self._into(q, k, v, out, lse, dout, dlse, (dq, dk, dv), extras, terms)
-        call = self._for(mask_operands(self._problem, extras)) if self._has_mask else self
+        call = self._for(mask_operands(self._problem, extras)) if self._has_placed else self
         return call._run(q, k, v, out, lse, dout, dlse, self._made_gradients(q), extras, terms)
 
     def _for(self, operands: dict[str, Operand]) -> _Call:
@@ -273,6 +276,10 @@ class _Call:
             tensors += in_order(extras)
         for run, choose in launches:
             run(*choose(tensors))
+        for gradient in terms.params:
+            # What has a gradient is not given to these kernels.
+            if gradient is not None:
+                gradient.zero_()
         if terms.sinks is not None and extras.sinks is not None:
             sinks_gradient_of_rows(extras.sinks, log2_sum, delta, self._problem.tensor_batch, terms.sinks)
         return dq, dk, dv

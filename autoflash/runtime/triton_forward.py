@@ -27,6 +27,7 @@ from autoflash.runtime.layouts import (
     why_not_split,
     width_constants,
 )
+from autoflash.runtime.params import ParamOperand, as_kernels_read, has_params, param_operands, usual_params
 from autoflash.runtime.trivial import empty_forward
 from autoflash.runtime.workspace import Buffer, Workspace
 from autoflash.space.cost import column_blocks, splits_heads
@@ -48,6 +49,7 @@ def forward_plan(
     dense: bool = True,
     scale_sign: int = 1,
     mask: MaskOperand | None = None,
+    params: tuple[ParamOperand, ...] | None = None,
 ) -> KernelPlan:
     """The compiled form that a forward call needs.
 
@@ -58,7 +60,9 @@ def forward_plan(
             bytes.
         scale_sign: -1, 0 or 1.
         mask: How the mask tensor lies, where the problem has one; None is the usual way.
+        params: How the parameters of expressions lie; None is the usual way.
     """
+    params = usual_params(problem) if params is None else params
     mask = MaskOperand.usual(problem) if mask is None else mask
     constants = _constants(problem, variant, scale_sign)
     dtype = problem.dtype.value
@@ -89,6 +93,10 @@ def forward_plan(
         constants |= mask.constants()
     if problem.sinks:
         tensors.append(TensorArgument(name="sinks_ptr", dtype="fp32", aligned=False))
+    for param in params:
+        tensors.append(param.tensor)
+        strides += param.numbers()
+        constants |= param.constants()
     if problem.dropout_p:
         tensors.append(TensorArgument(name="rng_ptr", dtype="i64", aligned=False))
     if problem.is_varlen:
@@ -221,8 +229,10 @@ class TritonForward(CompiledExecutable):
             return True
         if problem.mask_tensor is not MaskTensor.NONE and extras.mask is None:
             return False
-        operands = self._operands(problem, tensors)
-        return self._plan(problem, operands, _mask_of(problem, extras), scale_sign=1) in self._kernels
+        if has_params(problem) and not extras.params:
+            return False
+        operands, params = self._operands(problem, tensors), param_operands(problem, extras)
+        return self._plan(problem, operands, _mask_of(problem, extras), params, scale_sign=1) in self._kernels
 
     def prepare_forward(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras = NO_EXTRAS
@@ -240,10 +250,17 @@ class TritonForward(CompiledExecutable):
         if problem.is_empty:
             _given(extras, _wanted_extras(problem))
             return empty_forward(operands[3])
-        return self._prepare(problem, operands, _mask_of(problem, extras), scale)
+        return self._prepare(problem, operands, _mask_of(problem, extras), param_operands(problem, extras), scale)
 
-    def _prepare(self, problem: Problem, operands: _Operands, mask: MaskOperand | None, scale: float) -> ForwardCall:
-        run = self._bind(problem, operands, mask, scale)
+    def _prepare(
+        self,
+        problem: Problem,
+        operands: _Operands,
+        mask: MaskOperand | None,
+        params: tuple[ParamOperand, ...],
+        scale: float,
+    ) -> ForwardCall:
+        run = self._bind(problem, operands, mask, params, scale)
         if self._splits_descriptors:
             run = _described_twice(run)
         planned = operands[3]
@@ -290,13 +307,20 @@ class TritonForward(CompiledExecutable):
                 made, lse = call(q, k, v, None, lse, extras)
                 return out.copy_(made), lse
             if given not in others:
-                others[given] = self._prepare(problem, (*operands[:3], given), mask, scale)
+                others[given] = self._prepare(problem, (*operands[:3], given), mask, params, scale)
             return others[given](q, k, v, out, lse, extras)
 
         return call
 
-    def _bind(self, problem: Problem, operands: _Operands, mask: MaskOperand | None, scale: float) -> Launch:
-        plan = self._plan(problem, operands, mask, scale_sign=-1 if scale < 0 else 0 if scale == 0 else 1)
+    def _bind(
+        self,
+        problem: Problem,
+        operands: _Operands,
+        mask: MaskOperand | None,
+        params: tuple[ParamOperand, ...],
+        scale: float,
+    ) -> Launch:
+        plan = self._plan(problem, operands, mask, params, scale_sign=-1 if scale < 0 else 0 if scale == 0 else 1)
         layouts: list[Layout | None] = [None] * len(plan.tensors)
         numbers: list[Number] = []
         for index, operand in enumerate(operands):
@@ -310,10 +334,20 @@ class TritonForward(CompiledExecutable):
                 numbers += operand.kernel_strides()[first:last]
         if mask is not None:
             numbers += mask.numbers().values()
+        for param in params:
+            numbers += param.numbers().values()
         return self._kernel(plan).bind(layouts, [*numbers, *_numbers(problem, scale).values()], self._programs(problem))
 
-    def _plan(self, problem: Problem, operands: _Operands, mask: MaskOperand | None, scale_sign: int) -> KernelPlan:
-        return forward_plan(problem, self._variant, dense=_are_dense(operands), scale_sign=scale_sign, mask=mask)
+    def _plan(
+        self,
+        problem: Problem,
+        operands: _Operands,
+        mask: MaskOperand | None,
+        params: tuple[ParamOperand, ...],
+        scale_sign: int,
+    ) -> KernelPlan:
+        dense = _are_dense(operands)
+        return forward_plan(problem, self._variant, dense=dense, scale_sign=scale_sign, mask=mask, params=params)
 
     def _operands(self, problem: Problem, tensors: Sequence[Tensor]) -> _Operands:
         """Of q, k, v as they lie, and of the output that would be allocated."""
@@ -357,9 +391,10 @@ def _wanted_extras(problem: Problem) -> tuple[str, ...]:
     """Which extras the kernel takes, in the order of its parameters."""
     mask = () if problem.mask_tensor is MaskTensor.NONE else ("mask",)
     sinks = ("sinks",) if problem.sinks else ()
+    params = ("params",) if has_params(problem) else ()
     rng = ("rng",) if problem.dropout_p else ()
     offsets = ("cu_seqlens_q", "cu_seqlens_k") if problem.is_varlen else ()
-    return (*mask, *sinks, *rng, *offsets)
+    return (*mask, *sinks, *params, *rng, *offsets)
 
 
 def _given(extras: Extras, names: Sequence[str]) -> list[Tensor]:
@@ -370,6 +405,9 @@ def _given(extras: Extras, names: Sequence[str]) -> list[Tensor]:
     """
     tensors: list[Tensor] = []
     for name in names:
+        if name == "params":
+            tensors += as_kernels_read(extras.params)
+            continue
         tensor: Tensor | None = getattr(extras, name)
         if tensor is None:
             raise InvalidProblemError(f"the problem asks for {name}, which the call does not give")

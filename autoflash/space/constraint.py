@@ -36,6 +36,8 @@ def why_unable(variant: Variant, cell: Cell) -> str | None:
         return None
     if cell.op is Pass.FORWARD and variant.structure.get("loop_order") == "key_outer":
         return f"the forward with keys outside does plain attention, not {asked}"
+    if Feature.PARAMS_GRADIENT in cell.features:
+        return "triton kernels give no gradients of a score_mod's parameters"
     if Feature.VARLEN in cell.features and variant.structure.get("loads") == "tma":
         return "a tensor descriptor knows no ends of packed sequences"
     return None
