@@ -264,8 +264,8 @@ def test_a_compiled_call_gives_the_bits_of_an_eager_one(name: str) -> None:
 def test_opcheck_accepts_calls_with_terms() -> None:
     q, k, v = tensors(grad=True)
     sinks = SINKS["sinks"].clone().requires_grad_()
-    extras = (None, None, None, None, sinks)
-    options = (0.25, "full", False, "never", True, True, -1, -1, 0.0, 0.0, 0, 0)
+    extras = (None, None, None, None, sinks, [])
+    options = (0.25, "full", False, "never", True, True, -1, -1, 0.0, 0.0, 0, 0, "", "")
 
     forward = torch.library.opcheck(
         torch.ops.autoflash.attention_forward.default,
@@ -277,7 +277,7 @@ def test_opcheck_accepts_calls_with_terms() -> None:
     dout, q, k, v, out, lse, sinks = inputs
     backward = torch.library.opcheck(
         torch.ops.autoflash.attention_backward.default,
-        (dout, None, q, k, v, out, lse, None, None, None, None, sinks, True, *options),
+        (dout, None, q, k, v, out, lse, None, None, None, None, sinks, [], True, [], *options),
         test_utils=("test_schema", "test_faketensor"),
     )
 
