@@ -42,7 +42,7 @@ class Options:
         training: A gradient will be asked for.
         window_left, window_right: How many keys before and behind its own position a query sees; -1 for all.
         softcap: Bound of the scores; 0 for none.
-        bias_gradient: The gradient of the bias will be asked for.
+        alibi_gradient, bias_gradient: The gradient of the slopes, or of the bias, will be asked for.
         dropout_p: Share of the probabilities to drop.
         sequences: Number of packed sequences; None where nothing is packed.
         longest_q, longest_k: Length of the longest of them, as far as the caller knows; 0 if not.
@@ -57,6 +57,7 @@ class Options:
     window_left: int = UNBOUNDED
     window_right: int = UNBOUNDED
     softcap: float = 0.0
+    alibi_gradient: bool = False
     bias_gradient: bool = False
     dropout_p: float = 0.0
     sequences: int | None = None
@@ -177,6 +178,32 @@ def expanded_mask(mask: object, query: Tensor, key: Tensor) -> Tensor:
     if mask.requires_grad and torch.is_grad_enabled():
         raise InvalidProblemError("mask has no gradient: pass it as bias, or give mask.detach()")
     return _of_rank_4("mask", mask, query, key).detach().expand(*query.shape[:3], key.shape[2])
+
+
+def checked_slopes(slopes: object, query: Tensor, batch: int) -> Tensor:
+    """Slopes of ALiBi as kernels read them, [B, H] or [1, H] float32, contiguous. Differentiable.
+
+    Args:
+        slopes: As the caller gave them: (H,) or (B, H), in any floating dtype.
+        query: Of layout [B, H, S, D].
+        batch: B; of packed sequences, their number.
+
+    Raises:
+        InvalidProblemError: for what is no floating tensor of such a shape on the device of query.
+    """
+    if not isinstance(slopes, Tensor):
+        raise InvalidProblemError(f"alibi_slopes must be a tensor or None, got {type(slopes).__name__}")
+    heads = query.shape[1]
+    if not slopes.dtype.is_floating_point or tuple(slopes.shape) not in ((heads,), (batch, heads)):
+        raise InvalidProblemError(
+            f"alibi_slopes must be floating, of shape (H,) = ({heads},) or (B, H) = ({batch}, {heads}), got "
+            f"{slopes.dtype} {tuple(slopes.shape)}"
+        )
+    if slopes.device != query.device:
+        raise InvalidProblemError(
+            f"alibi_slopes must be on the device of query, got {slopes.device} and {query.device}"
+        )
+    return slopes.to(torch.float32).contiguous().view(-1, heads)
 
 
 def checked_bias(bias: object, query: Tensor, key: Tensor) -> Tensor:
@@ -359,6 +386,8 @@ def problem_of_tensors(
         window_right=None if options.window_right == UNBOUNDED else options.window_right,
         softcap=options.softcap,
         mask_tensor=_kind_of(extras.mask),
+        alibi=extras.alibi_slopes is not None,
+        alibi_gradient=options.alibi_gradient,
         bias=extras.bias is not None,
         bias_gradient=options.bias_gradient,
         sinks=extras.sinks is not None,

@@ -18,6 +18,7 @@ from autoflash.arguments import (
     check_tensors,
     checked_bias,
     checked_sinks,
+    checked_slopes,
     draw_rng,
     dropout_of,
     expanded_mask,
@@ -31,7 +32,7 @@ from autoflash.arguments import (
 )
 from autoflash.calls import Pair, Triple
 from autoflash.errors import InvalidProblemError
-from autoflash.ops import CALLS, Transformable, call_key, layout_of
+from autoflash.ops import CALLS, Transformable, call_key, layouts_of
 from autoflash.runtime.executable import NO_EXTRAS, Extras
 
 _PREPARED = CALLS.prepared
@@ -55,7 +56,7 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
-    alibi_slopes: object = None,
+    alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     score_mod: object = None,
@@ -87,11 +88,12 @@ def attention(
         bias: Broadcastable to (B, H, M, N) likewise, in float16, bfloat16 or float32, whatever the type of the others:
             added to the scores as a mask is, with a gradient, in its own type and shape. What is broadcast is never
             copied, and its gradient is summed up in float32; an expanded tensor gets one of its expanded shape.
-        alibi_slopes: Not built yet, as are ``score_mod`` and ``score_params``: setting one raises UnsupportedError.
+        alibi_slopes: [H] or [B, H], in any floating dtype: slope * |position of the query - key| is taken from the
+            scores in float32, after the softcap. A query stands where a causal mask would have it. It has a gradient.
         softcap: Scores become softcap * tanh(score / softcap); None or 0 leaves them alone.
         sinks: A score of each query head that has no key, [H], in any floating dtype: the probabilities of a row and
             that of its sink add up to 1, and the LSE contains it. It has a gradient.
-        score_mod: Not built yet.
+        score_mod: Not built yet, as is ``score_params``: setting one raises UnsupportedError.
         score_params: Not built yet.
         dropout_p: Share of the probabilities that are dropped, 0 <= p < 1; the others are divided by 1 - p. Which ones
             follows from torch's generator of query's device, and the LSE does not know of it.
@@ -111,10 +113,10 @@ def attention(
         UnsupportedError: (a NotImplementedError) for an argument that is not built yet, by name.
         NoKernelError: (a RuntimeError) where no kernel may run, as an unloaded one in a CUDA-graph capture.
     """
-    if alibi_slopes is not None or score_mod is not None or score_params is not None:
-        refuse_unbuilt(alibi_slopes=alibi_slopes, score_mod=score_mod, score_params=score_params)
+    if score_mod is not None or score_params is not None:
+        refuse_unbuilt(score_mod=score_mod, score_params=score_params)
     is_plain = window is None and mask is None and softcap is None and dropout_p == 0.0
-    is_plain = is_plain and bias is None and sinks is None
+    is_plain = is_plain and alibi_slopes is None and bias is None and sinks is None
     if not is_plain or _is_autocast_on() or _is_special(query, key, value):
         return _in_full(
             query,
@@ -124,6 +126,7 @@ def attention(
             window=window,
             mask=mask,
             bias=bias,
+            alibi_slopes=alibi_slopes,
             softcap=softcap,
             sinks=sinks,
             dropout_p=dropout_p,
@@ -165,6 +168,7 @@ def attention_varlen(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
@@ -190,6 +194,7 @@ def attention_varlen(
         causal: As for :func:`attention`, like all that follow; positions are counted within a sequence.
         window: See there.
         softcap: See there.
+        alibi_slopes: See there; B are the sequences.
         sinks: See there.
         dropout_p: See there.
         scale: See there.
@@ -212,6 +217,8 @@ def attention_varlen(
         extras = extras._replace(rng=draw_rng(q))
     if sinks is not None:
         extras = extras._replace(sinks=checked_sinks(sinks, rows[0]))
+    if alibi_slopes is not None:
+        extras = extras._replace(alibi_slopes=checked_slopes(alibi_slopes, rows[0], extras.sequences or 0))
     out, lse = _run(
         *rows,
         extras,
@@ -250,6 +257,7 @@ def _in_full(
     window: object,
     mask: object,
     bias: object,
+    alibi_slopes: object,
     softcap: object,
     sinks: object,
     dropout_p: object,
@@ -266,12 +274,13 @@ def _in_full(
     q, k, v = heads_first(query, key, value, layout)
     dropout = dropout_of(dropout_p)
     extras = NO_EXTRAS
-    if mask is not None or bias is not None or sinks is not None or dropout:
+    if dropout or not (mask is None and bias is None and alibi_slopes is None and sinks is None):
         extras = Extras(
             mask=None if mask is None else expanded_mask(mask, q, k),
             rng=draw_rng(q) if dropout else None,
             sinks=None if sinks is None else checked_sinks(sinks, q),
             bias=None if bias is None else checked_bias(bias, q, k),
+            alibi_slopes=None if alibi_slopes is None else checked_slopes(alibi_slopes, q, q.shape[0]),
         )
     out, lse = _run(
         q,
@@ -328,7 +337,8 @@ def _run(
         training,
         window=window,
         softcap=softcap,
-        bias_gradient=asks_for_bias(extras),
+        alibi_gradient=asks_for(extras.alibi_slopes),
+        bias_gradient=asks_for(extras.bias),
         dropout_p=dropout_p,
         sequences=extras.sequences,
         longest=longest,
@@ -343,20 +353,17 @@ def _run(
 
 def asks_for_gradients(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> bool:
     """Whether autograd will want the gradient of one of these tensors."""
-    terms = (extras.sinks, extras.bias)
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, *terms))
+    return any(map(asks_for, (q, k, v, extras.sinks, extras.bias, extras.alibi_slopes)))
 
 
-def asks_for_bias(extras: Extras) -> bool:
-    """Whether autograd will want the gradient of the bias."""
-    return torch.is_grad_enabled() and extras.bias is not None and extras.bias.requires_grad
+def asks_for(tensor: Tensor | None) -> bool:
+    """Whether autograd will want its gradient."""
+    return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
 
 
 def call_key_of(q: Tensor, k: Tensor, v: Tensor, options: Options, extras: Extras) -> tuple[object, ...]:
     """What the prepared call of a featured problem is kept under, for tensors of layout [B, H, S, D]."""
-    return call_key(
-        q, k, v, options, layout_of(extras.mask), layout_of(extras.bias), extras.sinks is None, wants_tf32(q)
-    )
+    return call_key(q, k, v, options, *layouts_of(extras), wants_tf32(q))
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -424,6 +431,7 @@ def options_of(
     *,
     window: tuple[int, int] = (UNBOUNDED, UNBOUNDED),
     softcap: float = 0.0,
+    alibi_gradient: bool = False,
     bias_gradient: bool = False,
     dropout_p: float = 0.0,
     sequences: int | None = None,
@@ -440,6 +448,7 @@ def options_of(
         window_left=window[0],
         window_right=window[1],
         softcap=softcap,
+        alibi_gradient=alibi_gradient,
         bias_gradient=bias_gradient,
         dropout_p=dropout_p,
         sequences=sequences,

@@ -17,6 +17,7 @@ from autoflash.arguments import (
     check_tensors,
     checked_bias,
     checked_sinks,
+    checked_slopes,
     dropout_of,
     expanded_mask,
     problem_of_tensors,
@@ -26,7 +27,7 @@ from autoflash.arguments import (
     window_of,
 )
 from autoflash.attention import (
-    asks_for_bias,
+    asks_for,
     asks_for_gradients,
     attention,
     attention_varlen,
@@ -59,6 +60,7 @@ def explain(
     window: tuple[int | None, int | None] | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -85,6 +87,7 @@ def explain(
         window: See there.
         mask: See there.
         bias: See there.
+        alibi_slopes: See there.
         softcap: See there.
         sinks: See there.
         dropout_p: See there.
@@ -118,6 +121,9 @@ def explain(
             extras = extras._replace(bias=checked_bias(bias, q, k))
     if sinks is not None:
         extras = extras._replace(sinks=checked_sinks(sinks, q))
+    if alibi_slopes is not None:
+        batch = q.shape[0] if extras.sequences is None else extras.sequences
+        extras = extras._replace(alibi_slopes=checked_slopes(alibi_slopes, q, batch))
     training = asks_for_gradients(q, k, v, extras)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -131,7 +137,8 @@ def explain(
         training,
         window=window_of(window),
         softcap=softcap_of(softcap),
-        bias_gradient=asks_for_bias(extras),
+        alibi_gradient=asks_for(extras.alibi_slopes),
+        bias_gradient=asks_for(extras.bias),
         dropout_p=dropout_of(dropout_p),
         sequences=extras.sequences,
         longest=longest_of(max_seqlen_q, max_seqlen_k),
@@ -162,6 +169,7 @@ def warmup(
     window: tuple[int | None, int | None] | None = None,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
@@ -187,11 +195,12 @@ def warmup(
         dtype: For shapes.
         device: For shapes; None is the current GPU, or the CPU where there is none.
         backward: Also the backward pass. Calls with and without gradients are warmed up apart; so are those with and
-            without a gradient of ``bias``, which it has where it requires one.
+            without a gradient of ``bias`` or ``alibi_slopes``, which they have where they require one.
         causal: As for :func:`attention`, like all that follow.
         window: See there.
         mask: See there.
         bias: See there.
+        alibi_slopes: See there.
         softcap: See there.
         sinks: See there.
         dropout_p: See there.
@@ -217,6 +226,7 @@ def warmup(
         "causal": causal,
         "window": window,
         "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
         "sinks": sinks,
         "dropout_p": dropout_p,
         "scale": scale,

@@ -28,8 +28,8 @@ _OPTIONS = (
     "SymInt window_right, float softcap, float dropout_p, SymInt longest_q, SymInt longest_k"
 )
 _INPUTS = "Tensor query, Tensor key, Tensor value"
-_EXTRAS = "Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng, Tensor? sinks, Tensor? bias"
-_WANTED = "bool sinks_gradient, bool bias_gradient"
+_EXTRAS = ", ".join(f"Tensor? {name}" for name in Extras._fields)
+_WANTED = "bool sinks_gradient, bool bias_gradient, bool alibi_gradient"
 
 # torch leaves Library untyped.
 _library: Any = torch.library.Library("autoflash", "DEF")  # type: ignore[no-untyped-call]
@@ -82,18 +82,25 @@ def _gradients(query: Tensor, key: Tensor, value: Tensor) -> Triple:
     return dq, dk, dv
 
 
-def layout_of(mask: Tensor | None) -> tuple[object, ...] | None:
+def layouts_of(extras: Extras) -> tuple[object, ...]:
+    """What a prepared call depends on of its extras, but for the sequences."""
+    slopes = extras.alibi_slopes
+    each = None if slopes is None else slopes.shape[0]
+    return _layout_of(extras.mask), _layout_of(extras.bias), extras.sinks is None, each
+
+
+def _layout_of(mask: Tensor | None) -> tuple[object, ...] | None:
     """What a prepared call depends on of a mask or a bias."""
     return None if mask is None else (mask.dtype, mask.shape, mask.stride(), mask.data_ptr() % 16)
 
 
 def _prepared(
-    query: Tensor, key: Tensor, value: Tensor, extras: Extras, *options: Any, bias_gradient: bool = False
+    query: Tensor, key: Tensor, value: Tensor, extras: Extras, *options: Any, **gradients: bool
 ) -> tuple[Prepared, Pair | None]:
     """The prepared call, and its results where it had to be made to find it."""
     scale, causal, deterministic, vendor, return_lse, training, left, right, softcap, dropout_p, *longest = options
-    layouts = layout_of(extras.mask), layout_of(extras.bias)
-    call = call_key(query, key, value, "op", *options, extras.sequences, *layouts, extras.sinks is None, bias_gradient)
+    wanted = tuple(gradients.values())
+    call = call_key(query, key, value, "op", *options, extras.sequences, *layouts_of(extras), *wanted)
     known = CALLS.prepared.get(call)
     if known is not None:
         return known, None
@@ -108,7 +115,7 @@ def _prepared(
         window_left=left,
         window_right=right,
         softcap=softcap,
-        bias_gradient=bias_gradient,
+        **gradients,
         dropout_p=dropout_p,
         sequences=extras.sequences,
         longest_q=longest[0],
@@ -160,8 +167,11 @@ def _backward(
         terms = _wanted_terms(extras, rest)
         # Whatever the forward was told: a gradient is wanted now.
         options[_TRAINING] = True
-        asks_for_bias = terms.bias is not None
-        prepared, _ = _prepared(query, key, value, extras, *options, bias_gradient=asks_for_bias)
+        gradients = {
+            "alibi_gradient": terms.alibi_slopes is not None,
+            "bias_gradient": terms.bias is not None,
+        }
+        prepared, _ = _prepared(query, key, value, extras, *options, **gradients)
         into = _gradients(query, key, value)
         made = prepared.backward(query, key, value, out, lse, dout, dlse, into, extras, terms)
         return (*made, *_all(terms, query))

@@ -56,6 +56,8 @@ class Feature(str, Enum):
     """Sequences of different lengths, packed one after the other."""
     SOFTCAP = "softcap"
     """Scores become cap * tanh(score / cap)."""
+    ALIBI = "alibi"
+    """Scores fall with the distance of the key from the query's position, for each head by a slope of its own."""
     BIAS = "bias"
     """A tensor is added to the scores, and may have a gradient."""
     FLOAT_MASK = "float_mask"
@@ -68,6 +70,8 @@ class Feature(str, Enum):
     """Each head has a score that takes its share of the softmax, and has no key."""
     DROPOUT = "dropout"
     """Probabilities are dropped at random, and the others scaled up."""
+    ALIBI_GRADIENT = "alibi_gradient"
+    """The backward also gives the gradient of the slopes."""
     BIAS_GRADIENT = "bias_gradient"
     """The backward also gives the gradient of the bias."""
 
@@ -101,14 +105,16 @@ class Problem:
         seqlen_q, seqlen_k: Sq (M) and Sk (N); both may be 0. Of packed sequences, lengths that stand for all of them:
             the longest where it is known, else the mean. Nothing but speed depends on them.
         mask: Which keys a query sees.
-        alignment: Where a query stands among the keys, for a causal mask and a window; irrelevant (and normalised to
-            bottom-right) where Sq == Sk or nothing asks for it.
+        alignment: Where a query stands among the keys, for a causal mask, a window and ALiBi; irrelevant (and
+            normalised to bottom-right) where Sq == Sk or nothing asks for it.
         deterministic: The backward must give the same bits on every launch. Always False forward.
         tf32: float32 products may be computed in TF32. Always False for fp16 and bf16.
         window_left, window_right: A query at position p sees the keys from p - left to p + right, both included; None
             has no bound there. A causal mask takes its part as well.
         softcap: Scores become softcap * tanh(score / softcap); 0 leaves them alone.
         mask_tensor: Whether each pair also has an element of a tensor, and of which kind.
+        alibi: Scores fall with the distance of the key from the query's position.
+        alibi_gradient: The backward gives the gradient of the slopes. Always False forward.
         bias: Each pair has an element of a tensor that is added to its score, and may have a gradient.
         bias_gradient: The backward gives it. Always False forward.
         sinks: Each head has a score without a key.
@@ -134,6 +140,8 @@ class Problem:
     window_right: int | None = None
     softcap: float = 0.0
     mask_tensor: MaskTensor = MaskTensor.NONE
+    alibi: bool = False
+    alibi_gradient: bool = False
     bias: bool = False
     bias_gradient: bool = False
     sinks: bool = False
@@ -154,10 +162,13 @@ class Problem:
             raise InvalidProblemError(
                 f"query heads must be a multiple of key/value heads, got {self.heads} and {self.kv_heads}"
             )
-        if not self.is_varlen and (not (self.causal or self.has_window) or self.seqlen_q == self.seqlen_k):
+        if not self.is_varlen and (
+            not (self.causal or self.has_window or self.alibi) or self.seqlen_q == self.seqlen_k
+        ):
             object.__setattr__(self, "alignment", Alignment.BOTTOM_RIGHT)
         if self.op is Pass.FORWARD:
             object.__setattr__(self, "deterministic", False)
+            object.__setattr__(self, "alibi_gradient", False)
             object.__setattr__(self, "bias_gradient", False)
         if self.dtype is not DType.FP32:
             object.__setattr__(self, "tf32", False)
@@ -173,8 +184,8 @@ class Problem:
             raise InvalidProblemError("packed sequences have no mask tensor: leave mask_tensor at none")
         if self.is_varlen and self.bias:
             raise InvalidProblemError("packed sequences have no bias: leave it False")
-        if self.bias_gradient and not self.bias:
-            raise InvalidProblemError("bias_gradient needs a bias")
+        if (self.bias_gradient and not self.bias) or (self.alibi_gradient and not self.alibi):
+            raise InvalidProblemError("bias_gradient needs a bias, and alibi_gradient needs alibi")
         if not (0.0 <= self.softcap < math.inf):
             raise InvalidProblemError(f"softcap must be a finite number, at least 0, got {self.softcap}")
         if not 0.0 <= self.dropout_p < 1.0:
@@ -201,12 +212,14 @@ class Problem:
         asked = {
             Feature.VARLEN: self.is_varlen,
             Feature.SOFTCAP: self.softcap > 0.0,
+            Feature.ALIBI: self.alibi,
             Feature.BIAS: self.bias,
             Feature.FLOAT_MASK: self.mask_tensor is MaskTensor.FLOAT,
             Feature.BOOL_MASK: self.mask_tensor is MaskTensor.BOOL,
             Feature.WINDOW: self.has_window,
             Feature.SINKS: self.sinks,
             Feature.DROPOUT: self.dropout_p > 0.0,
+            Feature.ALIBI_GRADIENT: self.alibi_gradient,
             Feature.BIAS_GRADIENT: self.bias_gradient,
         }
         return tuple(feature for feature in Feature if asked[feature])
@@ -300,7 +313,8 @@ class Form:
         A forward resolves packed sequences before that. A backward has nothing to do with sinks: they are in the LSE.
         Gradients of terms are kernels of their own.
         """
-        elsewhere = (Feature.VARLEN if self.op is Pass.FORWARD else Feature.SINKS, Feature.BIAS_GRADIENT)
+        elsewhere = {Feature.VARLEN if self.op is Pass.FORWARD else Feature.SINKS}
+        elsewhere |= {Feature.ALIBI_GRADIENT, Feature.BIAS_GRADIENT}
         return tuple(feature for feature in self.features if feature not in elsewhere)
 
     def __str__(self) -> str:

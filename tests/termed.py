@@ -20,6 +20,7 @@ def formula(
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
     keep: Tensor | float = 1.0,
@@ -33,6 +34,8 @@ def formula(
     m, n = s.shape[2:]
     positions = torch.arange(m)[:, None] + (0 if causal == "top_left" else n - m)
     distance = torch.arange(n)[None] - positions
+    if alibi_slopes is not None:
+        s = s - alibi_slopes.view(-1, s.shape[1], 1, 1) * distance.abs()
     if bias is not None:
         s = s + bias
     if mask is not None:

@@ -199,7 +199,6 @@ def test_no_queries_give_an_empty_output(kernels: FakeKernels, sizes: dict[str, 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("alibi_slopes", torch.ones(4)),
         ("score_mod", lambda score: score),
         ("score_params", ()),
     ],

@@ -44,6 +44,9 @@ BIASES = {
     "bias-3d": normal(H, 1, N),
 }
 
+SLOPES = {"alibi_slopes": normal(H).abs() * 0.2}
+EACH_SLOPES = {"alibi_slopes": normal(B, H).abs() * 0.2}
+
 # By name: the terms, what else a call is given, and what the formula is given in its place.
 CASES: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
     "sinks": (SINKS, {}),
@@ -62,6 +65,17 @@ CASES: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
     "bias-inf": ({"bias": normal(M, N).masked_fill(~bool_mask(M, N), -torch.inf)}, {}),
     "bias-bool": ({"bias": normal(1, H, M, N)}, {"mask": bool_mask(B, 1, M, N)}),
     "bias-float": ({"bias": normal(1, H, M, 1)}, {"mask": float_mask(B, 1, M, N), "softcap": 2.0}),
+    "alibi": (SLOPES, {}),
+    "alibi-each": (EACH_SLOPES, {"softcap": 2.0}),
+    "alibi-causal": (EACH_SLOPES, {"causal": True}),
+    "alibi-top-left": (SLOPES, {"causal": "top_left"}),
+    "alibi-window": (SLOPES, {"window": (7, 3), "mask": bool_mask(B, 1, M, N)}),
+    "alibi-bf16": ({"alibi_slopes": normal(H, dtype=torch.bfloat16)}, {}),
+    "alibi-negative": ({"alibi_slopes": normal(B, H) * 0.1}, {"mask": float_mask(M, N)}),
+    "all-terms": (
+        {**EACH_SLOPES, "bias": normal(B, 1, 1, N), **SINKS},
+        {"mask": bool_mask(M, N), "softcap": 2.0, "window": (20, 4), "causal": True},
+    ),
     "bias-sinks-all": (
         {"bias": normal(1, H, M, N), **SINKS},
         {"mask": bool_mask(M, N), "softcap": 2.0, "window": (20, 4), "causal": "top_left"},
@@ -113,7 +127,7 @@ def test_the_specification_matches_autograd(name: str) -> None:
 
 def test_with_dropout_the_gradients_are_those_of_what_was_kept() -> None:
     q, k, v = tensors(grad=True)
-    terms = {**SINKS, "bias": BIASES["bias-heads"]}
+    terms = {**SINKS, **EACH_SLOPES, "bias": BIASES["bias-heads"]}
     leaves = {term: value.clone().requires_grad_() for term, value in terms.items()}
     dout, dlse = normal(B, H, M, D, seed=8), normal(B, H, M, seed=9)
     torch.manual_seed(7)
@@ -132,7 +146,7 @@ def test_with_dropout_the_gradients_are_those_of_what_was_kept() -> None:
 
 
 @pytest.mark.parametrize("vendor", ["never", "allow"])
-@pytest.mark.parametrize("terms", [SINKS, {"bias": BIASES["bias-2d"]}], ids=["sinks", "bias"])
+@pytest.mark.parametrize("terms", [SINKS, {"bias": BIASES["bias-2d"]}, SLOPES], ids=["sinks", "bias", "alibi"])
 def test_case_a05_a_term_that_is_accepted_is_obeyed(terms: dict[str, Tensor], vendor: str) -> None:
     q, k, v = tensors()
 
@@ -144,7 +158,7 @@ def test_case_a05_a_term_that_is_accepted_is_obeyed(terms: dict[str, Tensor], ve
 
 def test_no_gradient_is_made_of_a_term_that_asks_for_none() -> None:
     q, k, v = tensors(grad=True)
-    for terms in (SINKS, {"bias": BIASES["bias-2d"]}):
+    for terms in (SINKS, {"bias": BIASES["bias-2d"]}, SLOPES):
         out = autoflash.attention(q, k, v, vendor="never", **terms)  # type: ignore[arg-type]
 
         assert all(torch.isfinite(x).all() for x in torch.autograd.grad(out.sum(), (q, k, v)))  # type: ignore[union-attr]
@@ -152,7 +166,7 @@ def test_no_gradient_is_made_of_a_term_that_asks_for_none() -> None:
 
 def test_a_term_alone_may_ask_for_a_gradient() -> None:
     q, k, v = tensors()
-    for term, value in {**SINKS, "bias": BIASES["bias-keys"]}.items():
+    for term, value in {**SINKS, "bias": BIASES["bias-keys"], **SLOPES}.items():
         leaf = value.clone().requires_grad_()
 
         out = autoflash.attention(q, k, v, vendor="never", **{term: leaf})  # type: ignore[arg-type]
@@ -295,7 +309,12 @@ def test_memory_of_a_gradient_of_a_bias_without_rows_is_linear() -> None:
 # Packed sequences
 
 
-PACKED: dict[str, dict[str, Tensor]] = {"sinks": SINKS}
+PACKED: dict[str, dict[str, Tensor]] = {
+    "sinks": SINKS,
+    "alibi": SLOPES,
+    "alibi-each": {"alibi_slopes": normal(len(LENGTHS_Q), H).abs() * 0.2},
+    "all": {"alibi_slopes": normal(len(LENGTHS_Q), H).abs() * 0.2, **SINKS},
+}
 
 
 @pytest.mark.parametrize("how", [{}, {"causal": True}, {"causal": "top_left", "window": (9, 2)}], ids=str)
@@ -345,7 +364,7 @@ def test_no_packed_sequence_has_no_sink() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", ["sinks", "sinks-all", "bias-keys", "bias-sinks-all"])
+@pytest.mark.parametrize("name", ["sinks", "sinks-all", "bias-keys", "alibi-each", "all-terms"])
 def test_a_compiled_call_gives_the_bits_of_an_eager_one(name: str) -> None:
     torch.compiler.reset()
     terms, how = CASES[name]
@@ -367,7 +386,8 @@ def test_a_compiled_call_gives_the_bits_of_an_eager_one(name: str) -> None:
 def test_opcheck_accepts_calls_with_terms() -> None:
     q, k, v = tensors(grad=True)
     sinks, bias = SINKS["sinks"].clone().requires_grad_(), normal(1, H, M, 1).requires_grad_()
-    extras = (None, None, None, None, sinks, bias)
+    slopes = normal(B, H).abs().requires_grad_()
+    extras = (None, None, None, None, sinks, bias, slopes)
     options = (0.25, "full", False, "never", True, True, -1, -1, 0.0, 0.0, 0, 0)
 
     forward = torch.library.opcheck(
@@ -376,11 +396,11 @@ def test_opcheck_accepts_calls_with_terms() -> None:
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
     out, lse = torch.ops.autoflash.attention_forward(q, k, v, *extras, *options)
-    inputs = [x.detach() for x in (out, q, k, v, out, lse, sinks, bias)]
-    dout, q, k, v, out, lse, sinks, bias = inputs
+    inputs = [x.detach() for x in (out, q, k, v, out, lse, sinks, bias, slopes)]
+    dout, q, k, v, out, lse, *terms = inputs
     backward = torch.library.opcheck(
         torch.ops.autoflash.attention_backward.default,
-        (dout, None, q, k, v, out, lse, None, None, None, None, sinks, bias, True, True, *options),
+        (dout, None, q, k, v, out, lse, None, None, None, None, *terms, True, True, True, *options),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -390,7 +410,7 @@ def test_opcheck_accepts_calls_with_terms() -> None:
 def test_functorch_s_grad_knows_terms() -> None:
     q, k, v = tensors()
 
-    for term, value in {**SINKS, "bias": BIASES["bias-heads"]}.items():
+    for term, value in {**SINKS, "bias": BIASES["bias-heads"], **EACH_SLOPES}.items():
 
         def loss(value: Tensor, term: str = term) -> Tensor:
             return autoflash.attention(q, k, v, **{term: value}, vendor="never").square().sum()  # type: ignore[union-attr,arg-type]
@@ -399,7 +419,7 @@ def test_functorch_s_grad_knows_terms() -> None:
         torch.testing.assert_close(torch.func.grad(loss)(value), torch.autograd.grad(loss(leaf), leaf)[0])
 
 
-TERMS = {**SINKS, "bias": BIASES["bias-2d"]}
+TERMS = {**SINKS, "bias": BIASES["bias-2d"], **SLOPES}
 
 
 @pytest.mark.parametrize("term", TERMS)
@@ -435,6 +455,10 @@ def test_explain_and_warmup_know_terms() -> None:
         ):
             cells = [str(one.cell) for one in explanation.passes]
             assert ["/full+bias/" in cells[0], f"/full+bias{names}/" in cells[1]] == [True, True]
+    leaf = SLOPES["alibi_slopes"].clone().requires_grad_()
+    explained = autoflash.explain(q, k, v, alibi_slopes=leaf, vendor="never")
+    cells = [str(one.cell) for one in explained.passes]
+    assert ["/full+alibi/" in cells[0], "/full+alibi+alibi_gradient/" in cells[1]] == [True, True]
     q, k, v = packed()
     cu = {"cu_seqlens_q": offsets(LENGTHS_Q), "cu_seqlens_k": offsets(LENGTHS_K)}
     (one,) = autoflash.explain(q, k, v, **SINKS, **cu, vendor="never").passes  # type: ignore[arg-type]
@@ -452,6 +476,10 @@ def test_explain_and_warmup_know_terms() -> None:
         ({"sinks": torch.zeros(H + 1)}, r"\(H,\) = \(4,\), got torch.float32 \(5,\)"),
         ({"sinks": torch.zeros(1, H)}, r"got torch.float32 \(1, 4\)"),
         ({"sinks": torch.zeros(H, device="meta")}, "on the device of query, got meta and cpu"),
+        ({"alibi_slopes": 0.5}, "alibi_slopes must be a tensor or None, got float"),
+        ({"alibi_slopes": torch.ones(H, dtype=torch.int64)}, "alibi_slopes must be floating"),
+        ({"alibi_slopes": torch.ones(1, H)}, r"\(H,\) = \(4,\) or \(B, H\) = \(2, 4\), got torch.float32 \(1, 4\)"),
+        ({"alibi_slopes": torch.ones(H, device="meta")}, "on the device of query, got meta and cpu"),
         ({"bias": 0.5}, "bias must be a tensor or None, got float"),
         ({"bias": torch.zeros(M, N, dtype=torch.bool)}, "bias must be float16, bfloat16 or float32, got torch.bool"),
         ({"bias": torch.zeros(M, N).double()}, "got torch.float64"),

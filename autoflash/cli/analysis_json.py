@@ -25,6 +25,8 @@ def problem_json(problem: Problem) -> dict[str, Json]:
         "window": [problem.window_left, problem.window_right],
         "softcap": problem.softcap,
         "mask_tensor": problem.mask_tensor.value,
+        "alibi": problem.alibi,
+        "alibi_gradient": problem.alibi_gradient,
         "bias": problem.bias,
         "bias_gradient": problem.bias_gradient,
         "sinks": problem.sinks,

@@ -56,13 +56,16 @@ def feature_options(command: Callable[Concatenate[Asked, P], R]) -> Callable[P, 
     )
     @click.option("--bool-mask", is_flag=True, help="With a tensor that says which pairs take part.")
     @click.option("--float-mask", is_flag=True, help="With a tensor that is added to the scores.")
+    @click.option("--alibi", is_flag=True, help="With scores that fall with the distance, by a slope of each head.")
+    @click.option("--alibi-gradient", is_flag=True, help="With slopes whose gradient the backward gives.")
     @click.option("--bias", is_flag=True, help="With a tensor that is added to the scores and may have a gradient.")
     @click.option("--bias-gradient", is_flag=True, help="With a bias whose gradient the backward gives.")
     @click.option("--sinks", is_flag=True, help="With a score of each head that has no key.")
     @click.option("--varlen", is_flag=True, help="Sequences of different lengths, packed one after the other.")
     @functools.wraps(command)
     def with_asked(*args: P.args, **options: P.kwargs) -> R:
-        names = ("window", "softcap", "dropout", "bool_mask", "float_mask", "bias", "bias_gradient", "sinks", "varlen")
+        names = ["window", "softcap", "dropout", "bool_mask", "float_mask", "alibi", "alibi_gradient"]
+        names += ["bias", "bias_gradient", "sinks", "varlen"]
         return command(_asked(**{name: options.pop(name) for name in names}), *args, **options)  # type: ignore[arg-type]  # click has typed them
 
     return with_asked
@@ -82,8 +85,11 @@ def with_features(cell: Cell, names: tuple[str, ...]) -> Cell:
         raise click.UsageError(f"varlen and {masks[0].value}: packed sequences have no mask tensor")
     if Feature.BIAS in features and Feature.VARLEN in features:
         raise click.UsageError("varlen and bias: packed sequences have no bias")
-    if Feature.BIAS_GRADIENT in features and (Feature.BIAS not in features or cell.op is Pass.FORWARD):
-        raise click.UsageError("bias_gradient is a feature of backward passes with a bias: name bias as well")
+    for term, gradient in ((Feature.ALIBI, Feature.ALIBI_GRADIENT), (Feature.BIAS, Feature.BIAS_GRADIENT)):
+        if gradient in features and (term not in features or cell.op is Pass.FORWARD):
+            raise click.UsageError(
+                f"{gradient.value} is a feature of backward passes with {term.value}: name that as well"
+            )
     return dataclasses.replace(cell, features=features)
 
 
@@ -94,6 +100,8 @@ def _asked(
     dropout: float,
     bool_mask: bool,
     float_mask: bool,
+    alibi: bool,
+    alibi_gradient: bool,
     bias: bool,
     bias_gradient: bool,
     sinks: bool,
@@ -110,6 +118,8 @@ def _asked(
         softcap=softcap,
         dropout_p=dropout,
         mask_tensor=mask_tensor,
+        alibi=alibi or alibi_gradient,
+        alibi_gradient=alibi_gradient,
         bias=bias,
         bias_gradient=bias_gradient,
         sinks=sinks,

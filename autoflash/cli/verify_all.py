@@ -25,7 +25,14 @@ _SEQLEN = 384
 
 _WINDOW: dict[str, object] = {"window_left": 127, "window_right": 31}
 _PACKED: dict[str, object] = {"batch": 2, "packed_q": 2 * _SEQLEN, "packed_k": 2 * _SEQLEN}
-_SCORES: dict[str, object] = {"mask": Mask.CAUSAL, "window_left": 127, "softcap": 20.0, "dropout_p": 0.1, "sinks": True}
+_SCORES: dict[str, object] = {
+    "mask": Mask.CAUSAL,
+    "window_left": 127,
+    "softcap": 20.0,
+    "dropout_p": 0.1,
+    "sinks": True,
+    "alibi": True,
+}
 
 FORMS: dict[str, dict[str, object]] = {
     Mask.FULL.value: {},
@@ -35,6 +42,8 @@ FORMS: dict[str, dict[str, object]] = {
     Feature.FLOAT_MASK.value: {"mask_tensor": MaskTensor.FLOAT},
     Feature.BOOL_MASK.value: {"mask_tensor": MaskTensor.BOOL},
     Feature.WINDOW.value: _WINDOW,
+    Feature.ALIBI.value: {"alibi": True},
+    Feature.ALIBI_GRADIENT.value: {"alibi": True, "alibi_gradient": True},
     Feature.BIAS.value: {"bias": True},
     Feature.BIAS_GRADIENT.value: {"bias": True, "bias_gradient": True},
     Feature.SINKS.value: {"sinks": True},

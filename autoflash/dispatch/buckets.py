@@ -101,6 +101,8 @@ def problem_of(cell: Cell, device: Device) -> Problem:
         window_right=right,
         softcap=_SOFTCAP if Feature.SOFTCAP in cell.features else 0.0,
         mask_tensor=_mask_tensor(cell),
+        alibi=Feature.ALIBI in cell.features,
+        alibi_gradient=Feature.ALIBI_GRADIENT in cell.features,
         bias=Feature.BIAS in cell.features,
         bias_gradient=Feature.BIAS_GRADIENT in cell.features,
         sinks=Feature.SINKS in cell.features,

@@ -20,11 +20,13 @@ _MOST_HITS = 3
 # with them. A window changes which tiles there are, and packed sequences how long they are.
 _NEUTRAL = (
     Feature.SOFTCAP,
+    Feature.ALIBI,
     Feature.BIAS,
     Feature.FLOAT_MASK,
     Feature.BOOL_MASK,
     Feature.SINKS,
     Feature.DROPOUT,
+    Feature.ALIBI_GRADIENT,
     Feature.BIAS_GRADIENT,
 )
 

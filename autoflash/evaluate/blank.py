@@ -25,6 +25,7 @@ class CallArguments(TypedDict, total=False):
     softcap: float
     dropout_p: float
     mask: Tensor
+    alibi_slopes: Tensor
     bias: Tensor
     sinks: Tensor
     cu_seqlens_q: Tensor
@@ -73,6 +74,10 @@ def call_arguments(problem: Problem, device: Device) -> CallArguments:
             for seqlen in (problem.seqlen_q, problem.seqlen_k)
         )
         arguments["max_seqlen_q"], arguments["max_seqlen_k"] = problem.seqlen_q, problem.seqlen_k
+    if problem.alibi:
+        arguments["alibi_slopes"] = torch.zeros(
+            problem.heads, device=device.torch_device, requires_grad=problem.alibi_gradient
+        )
     if problem.bias:
         arguments["bias"] = torch.zeros(
             usual_bias_shape(problem),

@@ -90,6 +90,9 @@ def term_gradients(
         made = made._replace(sinks=torch.zeros(q.shape[1], dtype=torch.float64, device=q.device))
     if semantics.bias is not None:
         made = made._replace(bias=torch.zeros(semantics.bias.shape, dtype=torch.float64, device=q.device))
+    if semantics.alibi_slopes is not None:
+        shape = semantics.alibi_slopes.shape
+        made = made._replace(alibi_slopes=torch.zeros(shape, dtype=torch.float64, device=q.device))
     for tile in tiles:
         rows = tile.block.rows
         douts = grouped(dout[:, :, rows].double(), v)
@@ -102,7 +105,16 @@ def term_gradients(
             made.sinks.sub_((share * delta).sum(dim=(0, 2, 3)))
         if made.bias is not None:
             add_shared(made.bias, tile.p * (dp - delta), tile.block)
+        if made.alibi_slopes is not None:
+            part = tile.p * (dp - delta) * semantics.distances(tile.block, q.device)
+            add_slopes(made.alibi_slopes[semantics.slopes_at(tile.block)], -part)
     return made
+
+
+def add_slopes(total: Tensor, parts: Tensor) -> None:
+    """Add parts [B, H, m, N] to sums [B, H], or [1, H] over all batch entries."""
+    each = parts.sum(dim=(2, 3))
+    total += each if total.shape[0] == each.shape[0] else each.sum(dim=0, keepdim=True)
 
 
 def add_shared(total: Tensor, ds: Tensor, block: Block) -> None:

@@ -17,7 +17,7 @@ from autoflash.evaluate.grid import Case
 from autoflash.evaluate.inputs import LOW, Inputs, draw, draw_flat
 from autoflash.evaluate.masks import draw_mask
 from autoflash.evaluate.semantics import Semantics
-from autoflash.evaluate.terms import draw_bias, draw_sinks
+from autoflash.evaluate.terms import draw_bias, draw_sinks, draw_slopes
 from autoflash.problem import Pass, Problem
 from autoflash.runtime.executable import NO_TERMS, Extras, TermGradients
 
@@ -127,7 +127,7 @@ def _term_limits(
 ) -> tuple[tuple[str, Limit], ...]:
     """Limits of the gradients of the terms that a problem asks for.
 
-    That of sinks is a sum in float32 over what a kernel is given: it errs by the rounding of that alone.
+    Those of sinks and slopes are sums in float32 over what a kernel is given: they err by the rounding of that alone.
     """
     asked = TermGradients.asked_by(problem, inputs.extras)
     if asked == NO_TERMS:
@@ -142,7 +142,8 @@ def _term_limits(
         if made is None:
             continue
         formula, effect, terms = (getattr(gradients, name) for gradients in (right, effects, magnitudes))
-        error = torch.zeros_like(formula) if name == "sinks" else (getattr(by_torch, name) - formula).abs()
+        is_sum = name == "sinks" or (name == "alibi_slopes" and not problem.tf32)
+        error = torch.zeros_like(formula) if is_sum else (getattr(by_torch, name) - formula).abs()
         nowhere = torch.zeros_like(formula, dtype=torch.bool)
         limits.append((f"d{name}", _limit(formula, error, terms, nowhere, factor, made.dtype, effect.abs(), sums=True)))
     return tuple(limits)
@@ -159,14 +160,15 @@ def draw_case(case: Case, device: str) -> Inputs:
         torch.tensor([0, *itertools.accumulate(length[side] for length in case.lengths)], dtype=torch.int32)
         for side in (0, 1)
     ]
+    sinks = draw_sinks(problem, around=LOW if case.low else 0.0, flat=case.flat, device=device)
+    slopes = draw_slopes(problem, own=case.own_slopes, flat=case.flat, device=device)
     extras = Extras(
         mask=None if case.mask is None else draw_mask(problem, case.mask, device=device),
         cu_seqlens_q=starts[0].to(device) if problem.is_varlen else None,
         cu_seqlens_k=starts[1].to(device) if problem.is_varlen else None,
         rng=None if case.rng is None else torch.tensor(case.rng, device=device),
-        sinks=draw_sinks(problem, around=LOW if case.low else 0.0, flat=case.flat, device=device)
-        if problem.sinks
-        else None,
+        sinks=sinks if problem.sinks else None,
+        alibi_slopes=slopes if problem.alibi else None,
         bias=None if case.bias is None else draw_bias(problem, case.bias, device=device),
     )
     return dataclasses.replace(inputs, extras=extras)

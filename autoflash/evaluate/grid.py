@@ -58,6 +58,8 @@ _BIASES = (
     BiasForm(own="bmn", memory=Memory.STRIDED, has_holes=True),
     BiasForm(own="", dtype=DType.FP16),
 )
+# In so many cases one has slopes for each batch entry.
+_SLOPES = 2
 _SOFTCAPS = (None, 12.0, 1.0, 30.0)
 _DROPOUTS = (None, 0.17, 0.9, 0.5, 0.01)
 
@@ -83,6 +85,7 @@ class Case:
         low: All scores lie far below 0.
         mask: What the problem's mask tensor hides, if it has one.
         bias: What the problem's bias is like, if it has one.
+        own_slopes: Each batch entry or sequence has slopes of its own, if the problem has ALiBi.
         rng: Seed and offset of the problem's dropout, if it has one.
         lengths: Queries and keys of each sequence, where they are packed.
     """
@@ -96,6 +99,7 @@ class Case:
     low: bool = False
     mask: MaskForm | None = None
     bias: BiasForm | None = None
+    own_slopes: bool = False
     rng: tuple[int, int] | None = None
     lengths: Lengths = ()
 
@@ -127,6 +131,7 @@ class Case:
         parts += [f"window {problem.window_left},{problem.window_right}"] if problem.has_window else []
         parts += [f"softcap {problem.softcap:g}"] if problem.softcap else []
         parts += [str(form) for form in (self.mask, self.bias) if form is not None]
+        parts += ["slopes of each batch entry"] if self.own_slopes else []
         parts += [f"dropout {problem.dropout_p:g}"] if problem.dropout_p else []
         parts += [] if self.memory is Memory.DENSE else [self.memory.value]
         parts += [] if self.scale is None else [f"scale {self.scale}"]
@@ -281,7 +286,7 @@ def _irregular(problem: Problem) -> Case:
         lengths = ((0, 33), (113, 203), (1, 0), (64, 64), (5, 9), (0, 0))
         return _packed(problem, lengths, tail=(9, 4), with_dlse=True)
     # A mask may be another one for each batch entry, and a bias the same.
-    batch = 1 if problem.mask_tensor is MaskTensor.NONE and not problem.bias else 2
+    batch = 2 if problem.mask_tensor is not MaskTensor.NONE or problem.bias or problem.alibi else 1
     return _case(problem, 113, 203, batch=batch, with_dlse=True)
 
 
@@ -364,8 +369,12 @@ def _with_features(case: Case, number: int, *, mask: MaskForm | None = None, bia
         bias = bias or _BIASES[number % len(_BIASES)]
         if "b" in bias.own and not bias.is_zero:
             problem = problem.replace(batch=max(problem.batch, 2))
+    own_slopes = problem.alibi and number % _SLOPES == 0
+    if own_slopes and not case.flat:
+        problem = problem if problem.is_varlen else problem.replace(batch=max(problem.batch, 2))
     return dataclasses.replace(
         case,
+        own_slopes=own_slopes,
         problem=problem,
         bias=bias if problem.bias else None,
         mask=None if problem.mask_tensor is MaskTensor.NONE else mask,

@@ -1,8 +1,8 @@
 """The specification of attention: what every kernel is compared with. Float64, plain formulas, linear memory.
 
-A score is scale * (q . k); then softcap * tanh(score / softcap); then bias and float mask are added; then it is hidden
-where a bool mask is False, or the key lies outside the causal mask or the window. Query i stands at i + Sk - Sq among
-the keys (bottom-right), or at i (top-left). A sink is one more score of a row, without a key: the log-sum-exp
+A score is scale * (q . k); then softcap * tanh(score / softcap); then ALiBi, bias and float mask are added; then it is
+hidden where a bool mask is False, or the key lies outside the causal mask or the window. Query i stands at i + Sk - Sq
+among the keys (bottom-right), or at i (top-left). A sink is one more score of a row, without a key: the log-sum-exp
 contains it. A row that sees no key has output 0, log-sum-exp -inf (or its sink) and zero gradients. Dropout comes after
 the softmax; the log-sum-exp knows nothing of it.
 """
@@ -48,6 +48,7 @@ def attention(
     softcap: float | None = ...,
     mask: Tensor | None = ...,
     bias: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     rng: Rng | None = ...,
@@ -65,6 +66,7 @@ def attention(
     softcap: float | None = ...,
     mask: Tensor | None = ...,
     bias: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     rng: Rng | None = ...,
@@ -81,6 +83,7 @@ def attention(
     softcap: float | None = 0.0,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
@@ -98,6 +101,7 @@ def attention(
         softcap: Bound that the scores approach; 0 or None for none.
         mask: Broadcastable to [B, H, M, N]: bool (True takes part), or numbers that are added to the scores.
         bias: As a mask of numbers, but with a gradient.
+        alibi_slopes: [H] or [B, H]: slope * |position of the query - key| is taken from the scores.
         sinks: A score of each head without a key, [H]: it takes its share of the softmax, and is in the log-sum-exp.
         dropout_p: Share of the probabilities that are dropped.
         rng: Seed and offset of the dropout, [2] int64 or two numbers.
@@ -120,6 +124,7 @@ def attention(
         softcap=softcap,
         mask=mask,
         bias=bias,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
         dropout_p=dropout_p,
         rng=rng,
@@ -141,6 +146,7 @@ def gradients(
     softcap: float | None = 0.0,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
@@ -163,6 +169,7 @@ def gradients(
         softcap=softcap,
         mask=mask,
         bias=bias,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
         dropout_p=dropout_p,
         rng=rng,
@@ -183,6 +190,7 @@ def term_gradients(
     softcap: float | None = 0.0,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
@@ -198,12 +206,14 @@ def term_gradients(
         softcap=softcap,
         mask=mask,
         bias=bias,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
         dropout_p=dropout_p,
         rng=rng,
     )
     made = exact.term_gradients(q, v, dout, dlse, semantics, exact.tiles(q, k, semantics))
-    return made if bias is None or made.bias is None else made._replace(bias=made.bias.view(bias.shape))
+    given = {"bias": bias, "alibi_slopes": alibi_slopes}
+    return _in_shape(made, {name: term for name, term in given.items() if term is not None})
 
 
 @overload
@@ -218,6 +228,7 @@ def attention_varlen(
     scale: float | None = ...,
     window: Window = ...,
     softcap: float | None = ...,
+    alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     rng: Rng | None = ...,
@@ -235,6 +246,7 @@ def attention_varlen(
     scale: float | None = ...,
     window: Window = ...,
     softcap: float | None = ...,
+    alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     rng: Rng | None = ...,
@@ -251,6 +263,7 @@ def attention_varlen(
     scale: float | None = None,
     window: Window = None,
     softcap: float | None = 0.0,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
@@ -268,6 +281,7 @@ def attention_varlen(
         scale: As in :func:`attention`, and so are the others. A dropout takes the sequence's number for the batch.
         window: See there.
         softcap: See there.
+        alibi_slopes: See there; B are the sequences.
         sinks: See there.
         dropout_p: See there.
         rng: See there.
@@ -285,6 +299,7 @@ def attention_varlen(
         softcap=softcap,
         mask=None,
         bias=None,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
         dropout_p=dropout_p,
         rng=rng,
@@ -306,6 +321,7 @@ def gradients_varlen(
     scale: float | None = None,
     window: Window = None,
     softcap: float | None = 0.0,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
@@ -320,6 +336,7 @@ def gradients_varlen(
         softcap=softcap,
         mask=None,
         bias=None,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
         dropout_p=dropout_p,
         rng=rng,
@@ -343,6 +360,7 @@ def term_gradients_varlen(
     scale: float | None = None,
     window: Window = None,
     softcap: float | None = 0.0,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
@@ -357,12 +375,14 @@ def term_gradients_varlen(
         softcap=softcap,
         mask=None,
         bias=None,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
         dropout_p=dropout_p,
         rng=rng,
     ).packed(cu_seqlens_q, cu_seqlens_k)
     douts, dlses = dout.transpose(0, 1)[None], None if dlse is None else dlse[None]
-    return exact.term_gradients(packed[0], packed[2], douts, dlses, semantics, exact.tiles(*packed[:2], semantics))
+    made = exact.term_gradients(packed[0], packed[2], douts, dlses, semantics, exact.tiles(*packed[:2], semantics))
+    return _in_shape(made, {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes})
 
 
 def plain(
@@ -376,6 +396,7 @@ def plain(
     softcap: float | None = 0.0,
     mask: Tensor | None = None,
     bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
@@ -395,11 +416,17 @@ def plain(
         softcap=softcap,
         mask=mask,
         bias=bias,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
         dropout_p=dropout_p,
         rng=rng,
     )
     return yardstick.plain(q, k, v, semantics)
+
+
+def _in_shape(made: TermGradients, given: dict[str, Tensor]) -> TermGradients:
+    """The gradients in the shapes of the terms as they were given."""
+    return made._replace(**{name: getattr(made, name).view(term.shape) for name, term in given.items()})
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:

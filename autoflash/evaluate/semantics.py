@@ -62,6 +62,7 @@ class Semantics:
             causal mask.
         softcap: Scores become softcap * tanh(score / softcap); 0 leaves them alone.
         mask: [B, H, M, N], bool (True takes part) or added to the scores; None for none.
+        alibi_slopes: How much scores fall with each key of distance, [B, H] or [1, H]; None for none.
         bias: Added to the scores, of rank 4: each size is that of [B, H, M, N] or 1; None for none.
         sinks: A score of each head without a key, [H]; None for none.
         dropout_p: Share of the probabilities that are dropped.
@@ -75,6 +76,7 @@ class Semantics:
     right: int | None = None
     softcap: float = 0.0
     mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
     bias: Tensor | None = None
     sinks: Tensor | None = None
     dropout_p: float = 0.0
@@ -95,6 +97,7 @@ class Semantics:
         mask: Tensor | None,
         dropout_p: float,
         rng: Rng | None,
+        alibi_slopes: Tensor | None = None,
         bias: Tensor | None = None,
         sinks: Tensor | None = None,
     ) -> Semantics:
@@ -114,6 +117,10 @@ class Semantics:
             bias = _of_rank_4("bias", bias, shape)
         if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
             raise InvalidProblemError(f"sinks must have shape [H] = [{q.shape[1]}], got {list(sinks.shape)}")
+        if alibi_slopes is not None:
+            if alibi_slopes.dim() not in (1, 2) or alibi_slopes.shape[-1] != q.shape[1]:
+                raise InvalidProblemError(f"alibi_slopes must have shape [H] or [B, H], got {list(alibi_slopes.shape)}")
+            alibi_slopes = alibi_slopes.view(-1, q.shape[1])
         left, right = (None if bound == -1 else bound for bound in window or (None, None))
         if min(left or 0, right or 0) < 0:
             raise InvalidProblemError(f"a side of window must be None, -1 (both unbounded) or at least 0, got {window}")
@@ -124,6 +131,7 @@ class Semantics:
             right=0 if causal else right,
             softcap=softcap or 0.0,
             mask=mask,
+            alibi_slopes=alibi_slopes,
             bias=bias,
             sinks=sinks,
             dropout_p=dropout_p,
@@ -140,6 +148,7 @@ class Semantics:
             right=0 if problem.causal else problem.window_right,
             softcap=problem.softcap,
             mask=extras.mask,
+            alibi_slopes=extras.alibi_slopes,
             bias=extras.bias,
             sinks=extras.sinks,
             dropout_p=problem.dropout_p,
@@ -205,6 +214,10 @@ class Semantics:
         s = products * self.scale
         if self.softcap:
             s = self.softcap * torch.tanh(s / self.softcap)
+        if self.alibi_slopes is not None:
+            wide = torch.promote_types(s.dtype, torch.float32)
+            fall = self._slopes_of(block).to(wide)[:, :, None, None] * self.distances(block, s.device)
+            s = (s - fall).to(s.dtype)
         if self.bias is not None:
             bias = self._bias_of(block)
             s = (s + bias.masked_fill(bias == -math.inf, 0.0)).to(s.dtype)
@@ -212,6 +225,22 @@ class Semantics:
             mask = self.mask[:, :, block.within]
             s = (s + mask.masked_fill(mask == -math.inf, 0.0)).to(s.dtype)
         return s
+
+    def distances(self, block: Block, device: torch.device) -> Tensor:
+        """How far each key is from the query's position, [m, N]."""
+        positions = torch.arange(block.within.start, block.within.stop, device=device)[:, None] + block.diagonal
+        return (torch.arange(block.keys.stop - block.keys.start, device=device) - positions).abs()
+
+    def slopes_at(self, block: Block) -> slice:
+        """The rows of the slopes that belong to a block: one for each batch entry, or of one sequence, or of all."""
+        assert self.alibi_slopes is not None
+        is_own = self.starts_q is not None and self.alibi_slopes.shape[0] > 1
+        return slice(block.sequence, block.sequence + 1) if is_own else slice(None)
+
+    def _slopes_of(self, block: Block) -> Tensor:
+        """[B or 1, H]."""
+        assert self.alibi_slopes is not None
+        return self.alibi_slopes[self.slopes_at(block)]
 
     def _bias_of(self, block: Block) -> Tensor:
         """The bias of a block's rows, broadcastable to [B, H, m, N]."""

@@ -41,6 +41,14 @@ class BiasForm:
         return " ".join(["bias", *parts, *([] if self.memory is Memory.DENSE else [self.memory.value])])
 
 
+def draw_slopes(problem: Problem, *, own: bool, flat: bool, device: str) -> Tensor:
+    """The same slopes on every device, [B, H] if each batch entry or sequence has its own, else [1, H]; 0 if flat."""
+    heads = 0.5 ** (1.0 + torch.arange(problem.heads) % 5)
+    entries = torch.arange(problem.batch if own else 1)[:, None] % 7
+    slopes = heads * (1.0 - 0.25 * entries)
+    return (torch.zeros_like(slopes) if flat else slopes).to(device)
+
+
 def draw_bias(problem: Problem, form: BiasForm, *, device: str) -> Tensor:
     """The same bias on every device, of rank 4 and not expanded."""
     sizes = {"b": problem.batch, "h": problem.heads, "m": problem.seqlen_q, "n": problem.seqlen_k}

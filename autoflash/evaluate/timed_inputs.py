@@ -85,6 +85,7 @@ def _extras(problem: Problem, generator: torch.Generator, dtype: torch.dtype, se
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         rng=torch.tensor([seed, 0], dtype=torch.int64, device=device) if problem.dropout_p else None,
+        alibi_slopes=torch.rand(1, problem.heads, generator=generator, device=device) if problem.alibi else None,
         bias=_bias(problem, generator, dtype),
         sinks=torch.randn(problem.heads, generator=generator, device=device) if problem.sinks else None,
     )

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from autoflash.evaluate.exact import Tile, Triple, add_shared, grouped, ungrouped
+from autoflash.evaluate.exact import Tile, Triple, add_shared, add_slopes, grouped, ungrouped
 from autoflash.evaluate.semantics import Semantics
 from autoflash.runtime.executable import NO_TERMS, TermGradients
 
@@ -134,6 +134,9 @@ def term_magnitudes(
         made = made._replace(sinks=torch.zeros(q.shape[1], dtype=torch.float64, device=q.device))
     if semantics.bias is not None:
         made = made._replace(bias=torch.zeros(semantics.bias.shape, dtype=torch.float64, device=q.device))
+    if semantics.alibi_slopes is not None:
+        shape = semantics.alibi_slopes.shape
+        made = made._replace(alibi_slopes=torch.zeros(shape, dtype=torch.float64, device=q.device))
     for tile in tiles:
         rows = tile.block.rows
         douts = grouped(dout[:, :, rows].double().abs(), v)
@@ -147,13 +150,17 @@ def term_magnitudes(
             made.sinks.add_((share * terms * delta).nan_to_num(0.0).sum(dim=(0, 2, 3)))
         if made.bias is not None:
             add_shared(made.bias, tile.p * (1.0 + _terms(tile, semantics)) * (dp + delta), tile.block)
+        if made.alibi_slopes is not None:
+            part = tile.p * (1.0 + _terms(tile, semantics)) * (dp + delta)
+            part = part * semantics.distances(tile.block, q.device)
+            add_slopes(made.alibi_slopes[semantics.slopes_at(tile.block)], part)
     return made
 
 
 def _terms(tile: Tile, semantics: Semantics) -> Tensor:
     """What the terms of each score add up to, [B, H, m, N]."""
     terms = ungrouped(tile.queries.abs() @ tile.keys.abs().mT, tile.scores) * abs(semantics.scale)
-    if semantics.softcap or semantics.mask is not None or semantics.bias is not None:
+    if semantics.softcap or any(x is not None for x in (semantics.mask, semantics.bias, semantics.alibi_slopes)):
         # The cap takes on little of the products' rounding where it is near; the sum with a mask is rounded again.
         terms = terms * tile.slope + tile.scores.abs()
     return terms

@@ -67,6 +67,10 @@ def feature_arguments(problem: Problem, scale: float, placed: Mapping[str, Opera
             tensors.append((name, TensorArgument(name=f"{name}_ptr", dtype=mask.dtype, aligned=mask.is_aligned)))
             numbers += mask.numbers().items()
             constants |= mask.constants()
+    if Feature.ALIBI in features:
+        tensors.append(("slopes", TensorArgument(name="slopes_ptr", dtype="fp32", aligned=False)))
+        slopes = placed.get("slopes")
+        numbers.append((NumberArgument(name="stride_slopes_b"), 0 if slopes is None else slopes.strides[0]))
     if Feature.WINDOW in features:
         left, right = reach(problem)
         numbers += [(NumberArgument(name="window_left"), left), (NumberArgument(name="window_right"), right)]
@@ -116,12 +120,23 @@ def mask_operands(problem: Problem, extras: Extras) -> dict[str, Operand]:
         "cu_seqlens_k": problem.is_varlen,
         "sinks": problem.sinks,
         "bias": problem.bias,
+        "alibi_slopes": problem.alibi,
     }
     missing = [name for name, is_wanted in wanted.items() if is_wanted and getattr(extras, name) is None]
     if missing:
         raise InvalidProblemError(f"{' and '.join(missing)} must be given to a kernel of {Form.of(problem)}")
     given = {"mask": extras.mask, "bias": extras.bias}
-    return {name: _placed(x, name) for name, x in given.items() if wanted[name] and x is not None}
+    placed: dict[str, Operand] = {name: _placed(x, name) for name, x in given.items() if wanted[name] and x is not None}
+    if problem.alibi and extras.alibi_slopes is not None:
+        stride = slopes_stride(problem, extras)
+        placed["slopes"] = Operand(shape=tuple(extras.alibi_slopes.shape), strides=(stride, 1), is_dense=False)
+    return placed
+
+
+def slopes_stride(problem: Problem, extras: Extras) -> int:
+    """From the slopes of one batch entry to those of the next, in elements."""
+    slopes = extras.alibi_slopes
+    return 0 if slopes is None or slopes.shape[0] == 1 else problem.heads
 
 
 def knows_layouts(problem: Problem, extras: Extras) -> bool:
@@ -149,7 +164,7 @@ def in_order(extras: Extras) -> tuple[Tensor | None, ...]:
     mask = extras.mask
     if mask is not None and mask.dtype is torch.bool:
         mask = mask.view(torch.uint8)
-    return mask, extras.bias, extras.rng, extras.cu_seqlens_q, extras.cu_seqlens_k
+    return mask, extras.bias, extras.alibi_slopes, extras.rng, extras.cu_seqlens_q, extras.cu_seqlens_k
 
 
 def _lengths(name: str) -> tuple[str, TensorArgument]:

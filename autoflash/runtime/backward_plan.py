@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from autoflash.space.cost import column_blocks, splits_heads
 from autoflash.variant import Choices, Variant
 
 _PLAIN_TENSORS = ("q", "k", "v", "out", "lse", "dout", "dlse", "log2_sum", "delta", "acc", "dq", "dk", "dv")
-TENSORS = (*_PLAIN_TENSORS, "mask", "bias", "rng", "cu_q", "cu_k", "dbias")
+TENSORS = (*_PLAIN_TENSORS, "mask", "bias", "slopes", "rng", "cu_q", "cu_k", "dbias", "dslopes")
 """Every tensor of a backward call; a step names those that it takes by their position here."""
 
 # The kernels before and after move memory: a tile of 8192 elements keeps 4 warps busy and few registers.
@@ -93,7 +94,8 @@ def backward_steps(
     """
     planner = _Planner(problem, variant, operands, scale)
     first = planner.preprocess(has_dlse)
-    terms = (planner.bias(),) if problem.bias_gradient else ()
+    terms = [planner.bias()] if problem.bias_gradient else []
+    terms += [planner.slopes()] if problem.alibi_gradient else []
     loop_order = variant.structure.text("loop_order")
     if loop_order == "split":
         return first, planner.keys(), planner.queries(), *terms
@@ -108,6 +110,12 @@ def bias_sums_shape(problem: Problem, bias: Sequence[int]) -> tuple[int, ...] | 
     if bias[3] != problem.seqlen_k:
         return (*heads, problem.seqlen_q, 1)
     return None if bias[2] == problem.seqlen_q else (*heads, 1, problem.seqlen_k)
+
+
+def slopes_sums_shape(problem: Problem, variant: Variant) -> tuple[int, int, int]:
+    """Of the float32 shares of the gradient of the slopes, [B, H, tiles]; packed sequences have one each."""
+    tiles = 1 if problem.is_varlen else -(-problem.seqlen_q // _term_rows(problem, variant))
+    return problem.batch, problem.heads, tiles
 
 
 def _row_knobs(variant: Variant) -> tuple[str, ...]:
@@ -125,7 +133,7 @@ def _stream_rows(problem: Problem) -> int:
 
 def _padding(problem: Problem, variant: Variant) -> int:
     """Rows of the largest tile of queries of any kernel; all are powers of two."""
-    terms = [_term_rows(problem, variant)] if problem.bias_gradient else []
+    terms = [_term_rows(problem, variant)] if problem.bias_gradient or problem.alibi_gradient else []
     return max(_stream_rows(problem), *terms, *(variant.config.number(name) for name in _row_knobs(variant)))
 
 
@@ -160,6 +168,7 @@ class _Planner:
         self._padded_q = padded_rows(problem, variant)
         self._stream_rows = _stream_rows(problem)
         self._term_rows = _term_rows(problem, variant)
+        self._slopes_sums = slopes_sums_shape(problem, variant)
         # The kernels before and after hold vectors in one tile, whatever the others do.
         self._widths = width_constants(problem, Choices())
         padding = _padding(problem, variant)
@@ -307,19 +316,38 @@ class _Planner:
                 (NumberArgument(name="repeats"), problem.batch // shape[0] * repeats_h),
                 (NumberArgument(name="repeats_h"), repeats_h),
             ],
-            self._shared_constants
-            | {
-                "BLOCK_M": rows,
-                "BLOCK_N": rows,
-                "EVEN_M": problem.seqlen_q % rows == 0,
-                "EVEN_N": problem.seqlen_k % rows == 0,
-                "OWN_ROWS": owns_rows,
-                "OWN_COLUMNS": owns_columns,
-            },
+            self._shared_constants | self._term_tile() | {"OWN_ROWS": owns_rows, "OWN_COLUMNS": owns_columns},
             programs,
             _TERM_WARPS,
             1,
         )
+
+    def slopes(self) -> Step:
+        """Shares of the gradient of the slopes of ALiBi."""
+        return self._step(
+            "backward_slopes",
+            [
+                *self._inputs(self._term_rows, self._term_rows),
+                *self._row_inputs(),
+                _Use(tensor="dslopes", parameter="dslopes_ptr"),
+                *self._feature_inputs(),
+            ],
+            self._shared_numbers,
+            self._shared_constants | self._term_tile(),
+            math.prod(self._slopes_sums),
+            _TERM_WARPS,
+            1,
+        )
+
+    def _term_tile(self) -> dict[str, Constant]:
+        problem, rows = self._problem, self._term_rows
+        fills = not problem.is_varlen
+        return {
+            "BLOCK_M": rows,
+            "BLOCK_N": rows,
+            "EVEN_M": fills and problem.seqlen_q % rows == 0,
+            "EVEN_N": fills and problem.seqlen_k % rows == 0,
+        }
 
     def _tiles(self, length: int, rows: int) -> int:
         return _slots(self._problem, length, rows)

@@ -30,6 +30,7 @@ class Extras(NamedTuple):
         sinks: A score of each head without a key, [H], float32, contiguous.
         bias: Added to the scores after the softcap, fp16, bf16 or fp32; of rank 4, and not expanded: each size is that
             of [B, H, M, N], or 1.
+        alibi_slopes: [B, H] or [1, H], float32, contiguous; of packed sequences, B is their number.
     """
 
     mask: Tensor | None = None
@@ -38,6 +39,7 @@ class Extras(NamedTuple):
     rng: Tensor | None = None
     sinks: Tensor | None = None
     bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
 
     @property
     def sequences(self) -> int | None:
@@ -54,10 +56,12 @@ class TermGradients(NamedTuple):
     Attributes:
         sinks: [H], float32, contiguous.
         bias: Of the bias' shape and type, contiguous: summed over what it is broadcast over.
+        alibi_slopes: Of the shape of the slopes, float32, contiguous.
     """
 
     sinks: Tensor | None = None
     bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
 
     @classmethod
     def unwritten(cls, extras: Extras, names: Container[str]) -> TermGradients:
@@ -68,7 +72,7 @@ class TermGradients(NamedTuple):
     @classmethod
     def asked_by(cls, problem: Problem, extras: Extras) -> TermGradients:
         """All that a problem may ask for, to be written."""
-        asked = {"sinks": problem.sinks, "bias": problem.bias_gradient}
+        asked = {"sinks": problem.sinks, "bias": problem.bias_gradient, "alibi_slopes": problem.alibi_gradient}
         return cls.unwritten(extras, [name for name, is_asked in asked.items() if is_asked])
 
 

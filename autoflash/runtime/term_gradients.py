@@ -34,6 +34,12 @@ def bias_gradient_of_sums(sums: Tensor, into: Tensor) -> None:
     into.copy_(torch.sum(sums, dim=shared, keepdim=True) if shared else sums)
 
 
+def slopes_gradient_of_sums(sums: Tensor, into: Tensor) -> None:
+    """Write the gradient of slopes [B, H] or [1, H] from its shares [B, H, tiles], all float32."""
+    each = torch.sum(sums, dim=2)
+    into.copy_(each if into.shape[0] == each.shape[0] else torch.sum(each, dim=0, keepdim=True))
+
+
 def sinks_gradient_of_rows(sinks: Tensor, log2_sum: Tensor, delta: Tensor, batch: int, into: Tensor) -> None:
     """As :func:`sinks_gradient`, from the workspaces of a backward, of which it writes over the first.
 

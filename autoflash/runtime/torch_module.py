@@ -32,11 +32,12 @@ _EXTRAS = {
     Feature.VARLEN: ("cu_seqlens_q", "cu_seqlens_k"),
     Feature.FLOAT_MASK: ("mask",),
     Feature.BOOL_MASK: ("mask",),
+    Feature.ALIBI: ("alibi_slopes",),
     Feature.BIAS: ("bias",),
     Feature.SINKS: ("sinks",),
     Feature.DROPOUT: ("rng",),
 }
-_TERMS = {Feature.SINKS: "sinks", Feature.BIAS_GRADIENT: "bias"}
+_TERMS = {Feature.SINKS: "sinks", Feature.ALIBI_GRADIENT: "alibi_slopes", Feature.BIAS_GRADIENT: "bias"}
 
 
 class TorchTiled:

@@ -14,12 +14,12 @@ from autoflash.errors import NoKernelError
 from autoflash.problem import Form, Problem
 from autoflash.runtime import launch
 from autoflash.runtime.backward_features import in_order, knows_layouts, mask_operands, usual_masks
-from autoflash.runtime.backward_plan import Step, backward_steps, bias_sums_shape, padded_rows
+from autoflash.runtime.backward_plan import Step, backward_steps, bias_sums_shape, padded_rows, slopes_sums_shape
 from autoflash.runtime.compiled import CompiledExecutable
 from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS, BackwardCall, Extras, TermGradients
 from autoflash.runtime.launch import KernelPlan, Launch
 from autoflash.runtime.layouts import ALIGNMENT_BYTES, TORCH_TYPES, Operand, strides_in_order_of, why_not_split
-from autoflash.runtime.term_gradients import bias_gradient_of_sums, sinks_gradient_of_rows
+from autoflash.runtime.term_gradients import bias_gradient_of_sums, sinks_gradient_of_rows, slopes_gradient_of_sums
 from autoflash.runtime.trivial import empty_backward
 from autoflash.runtime.workspace import Buffer, Workspace
 from autoflash.variant import Variant
@@ -99,6 +99,10 @@ class TritonBackward(CompiledExecutable):
         """Of the float32 workspace that dQ is added up in; None where each dQ has one program."""
         return accumulator_shape(problem, self._variant)
 
+    def slopes_sums_shape(self, problem: Problem) -> tuple[int, int, int]:
+        """Of the shares of the gradient of the slopes of ALiBi."""
+        return slopes_sums_shape(problem, self._variant)
+
     def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
         """The precondition that these tensors (q, k, v, dout) miss; None if it can run them."""
         if problem.deterministic and self._is_key_outer:
@@ -139,7 +143,7 @@ class TritonBackward(CompiledExecutable):
         q, k, v, dout = tensors
         operands = self._operands(problem, q, k, v, dout)
         operands["out"] = _in_order_of(_shapes(problem)["out"], q, problem)
-        if extras.mask is not None or extras.bias is not None:
+        if extras.mask is not None or extras.bias is not None or extras.alibi_slopes is not None:
             operands |= mask_operands(problem, extras)
         steps = self.steps(problem, operands, 1.0, has_dlse=False)
         return all(step.plan in self._kernels for step in steps)
@@ -198,7 +202,8 @@ class _Call:
         self._problem = problem
         self._operands = operands
         self._scale = scale
-        self._has_mask = "mask" in operands or "bias" in operands
+        self._has_mask = any(name in operands for name in ("mask", "bias", "slopes"))
+        self._slopes_sums = executable.slopes_sums_shape(problem) if problem.alibi_gradient else ()
         self._bias_sums = bias_sums_shape(problem, operands["bias"].shape) if problem.bias_gradient else None
         self._has_features = bool(problem.features)
         self._uses_descriptors = executable.uses_descriptors
@@ -273,15 +278,21 @@ class _Call:
         if self._has_features:
             tensors += in_order(extras)
         sums: Tensor | None = None
-        if self._problem.bias_gradient:
-            terms = terms if terms.bias is not None else TermGradients.asked_by(self._problem, extras)
+        shares: Tensor | None = None
+        if self._problem.bias_gradient and terms.bias is None:
+            terms = terms._replace(bias=TermGradients.unwritten(extras, ("bias",)).bias)
+        if self._problem.bias_gradient or self._problem.alibi_gradient:
             if self._bias_sums is not None:
                 sums = torch.empty(self._bias_sums, dtype=torch.float32, device=q.device)
-            tensors += (terms.bias if sums is None else sums,)
+            if self._problem.alibi_gradient:
+                shares = torch.empty(self._slopes_sums, dtype=torch.float32, device=q.device)
+            tensors += (terms.bias if sums is None else sums, shares)
         for run, choose in launches:
             run(*choose(tensors))
         if sums is not None and terms.bias is not None:
             bias_gradient_of_sums(sums, terms.bias)
+        if shares is not None and terms.alibi_slopes is not None:
+            slopes_gradient_of_sums(shares, terms.alibi_slopes)
         if terms.sinks is not None and extras.sinks is not None:
             sinks_gradient_of_rows(extras.sinks, log2_sum, delta, self._problem.tensor_batch, terms.sinks)
         return dq, dk, dv

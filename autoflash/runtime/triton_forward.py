@@ -12,7 +12,7 @@ from autoflash.device import Device
 from autoflash.errors import InvalidProblemError, NoKernelError
 from autoflash.problem import Alignment, Form, MaskTensor, Problem
 from autoflash.runtime import dropout, launch
-from autoflash.runtime.backward_features import knows_layouts
+from autoflash.runtime.backward_features import knows_layouts, slopes_stride
 from autoflash.runtime.compiled import CompiledExecutable
 from autoflash.runtime.executable import NO_EXTRAS, Extras, ForwardCall
 from autoflash.runtime.launch import KernelPlan, Launch, Layout, Number, NumberArgument, TensorArgument
@@ -93,6 +93,9 @@ def forward_plan(
             tensors.append(TensorArgument(name=f"{operand.name}_ptr", dtype=operand.dtype, aligned=operand.is_aligned))
             strides += operand.numbers()
             constants |= operand.constants()
+    if problem.alibi:
+        tensors.append(TensorArgument(name="slopes_ptr", dtype="fp32", aligned=False))
+        strides.append(NumberArgument(name="stride_slopes_b"))
     if problem.sinks:
         tensors.append(TensorArgument(name="sinks_ptr", dtype="fp32", aligned=False))
     if problem.dropout_p:
@@ -246,10 +249,13 @@ class TritonForward(CompiledExecutable):
         if problem.is_empty:
             _given(extras, _wanted_extras(problem))
             return empty_forward(operands[3])
-        return self._prepare(problem, operands, _added_of(problem, extras), scale)
+        numbers = (slopes_stride(problem, extras),) if problem.alibi else ()
+        return self._prepare(problem, operands, _added_of(problem, extras), scale, numbers)
 
-    def _prepare(self, problem: Problem, operands: _Operands, added: _Added, scale: float) -> ForwardCall:
-        run = self._bind(problem, operands, added, scale)
+    def _prepare(
+        self, problem: Problem, operands: _Operands, added: _Added, scale: float, numbers: tuple[int, ...]
+    ) -> ForwardCall:
+        run = self._bind(problem, operands, added, scale, numbers)
         if self._splits_descriptors:
             run = _described_twice(run)
         planned = operands[3]
@@ -296,12 +302,14 @@ class TritonForward(CompiledExecutable):
                 made, lse = call(q, k, v, None, lse, extras)
                 return out.copy_(made), lse
             if given not in others:
-                others[given] = self._prepare(problem, (*operands[:3], given), added, scale)
+                others[given] = self._prepare(problem, (*operands[:3], given), added, scale, numbers)
             return others[given](q, k, v, out, lse, extras)
 
         return call
 
-    def _bind(self, problem: Problem, operands: _Operands, added: _Added, scale: float) -> Launch:
+    def _bind(
+        self, problem: Problem, operands: _Operands, added: _Added, scale: float, given: tuple[int, ...]
+    ) -> Launch:
         plan = self._plan(problem, operands, *added, scale_sign=-1 if scale < 0 else 0 if scale == 0 else 1)
         layouts: list[Layout | None] = [None] * len(plan.tensors)
         numbers: list[Number] = []
@@ -316,6 +324,7 @@ class TritonForward(CompiledExecutable):
                 numbers += operand.kernel_strides()[first:last]
         for one in added:
             numbers += one.numbers().values() if one is not None else ()
+        numbers += given
         return self._kernel(plan).bind(layouts, [*numbers, *_numbers(problem, scale).values()], self._programs(problem))
 
     def _plan(
@@ -375,10 +384,11 @@ def _wanted_extras(problem: Problem) -> tuple[str, ...]:
     """Which extras the kernel takes, in the order of its parameters."""
     mask = () if problem.mask_tensor is MaskTensor.NONE else ("mask",)
     bias = ("bias",) if problem.bias else ()
+    slopes = ("alibi_slopes",) if problem.alibi else ()
     sinks = ("sinks",) if problem.sinks else ()
     rng = ("rng",) if problem.dropout_p else ()
     offsets = ("cu_seqlens_q", "cu_seqlens_k") if problem.is_varlen else ()
-    return (*mask, *bias, *sinks, *rng, *offsets)
+    return (*mask, *bias, *slopes, *sinks, *rng, *offsets)
 
 
 def _given(extras: Extras, names: Sequence[str]) -> list[Tensor]:

@@ -31,7 +31,7 @@ class Asked:
 
     Attributes:
         window: Left and right bound; None has no bound there.
-        softcap, mask_tensor, bias, bias_gradient, sinks, dropout_p: As in :class:`Problem`.
+        softcap, mask_tensor, alibi, alibi_gradient, bias, bias_gradient, sinks, dropout_p: As in :class:`Problem`.
         packed: Sequences are packed one after the other.
     """
 
@@ -39,6 +39,8 @@ class Asked:
     softcap: float = 0.0
     dropout_p: float = 0.0
     mask_tensor: MaskTensor = MaskTensor.NONE
+    alibi: bool = False
+    alibi_gradient: bool = False
     bias: bool = False
     bias_gradient: bool = False
     sinks: bool = False
@@ -56,6 +58,8 @@ class Asked:
             softcap=self.softcap,
             dropout_p=self.dropout_p,
             mask_tensor=self.mask_tensor,
+            alibi=self.alibi,
+            alibi_gradient=self.alibi_gradient,
             bias=self.bias,
             bias_gradient=self.bias_gradient,
             sinks=self.sinks,

@@ -17,9 +17,12 @@ FAMILIES = {Family.TRITON: "sm_90", Family.GLUON_SM90: "sm_90", Family.TORCH_TIL
 COMBINATIONS = tuple(
     features_of(names)
     for names in (
-        *(feature.value for feature in Feature if feature is not Feature.BIAS_GRADIENT),
+        *(feature.value for feature in Feature if not feature.value.endswith("gradient")),
         "bias,bias_gradient",
-        "softcap,bias,float_mask,window,sinks,dropout,bias_gradient",
+        "alibi,alibi_gradient",
+        "varlen,alibi,sinks,alibi_gradient",
+        "alibi,bias,alibi_gradient,bias_gradient",
+        "softcap,alibi,bias,float_mask,window,sinks,dropout,alibi_gradient,bias_gradient",
         "softcap,bias,bool_mask,sinks,bias_gradient",
         "softcap,float_mask,window,dropout",
         "softcap,bool_mask,window,dropout",

@@ -198,6 +198,8 @@ FEATURES: dict[str, dict[str, object]] = {
     "varlen": {"packed_q": 1000, "packed_k": 900},
     "bias": {"bias": True},
     "bias_gradient": {"bias_gradient": True},
+    "alibi": {"alibi": True},
+    "alibi_gradient": {"alibi_gradient": True},
 }
 
 
@@ -219,6 +221,11 @@ FEATURES: dict[str, dict[str, object]] = {
         ("sm_120", "split", "tma", "bias bias_gradient"),
         ("gfx942", "fused", "pointer", "bias dropout bias_gradient"),
         ("gfx950", "split", "pointer", "bias bias_gradient"),
+        ("sm_80", "split", "pointer", "alibi alibi_gradient"),
+        ("sm_90", "fused", "tma", "softcap alibi bias window dropout alibi_gradient bias_gradient"),
+        ("sm_120", "key_outer", "pointer", "varlen alibi alibi_gradient"),
+        ("gfx942", "fused", "pointer", "varlen alibi dropout alibi_gradient"),
+        ("gfx950", "split", "pointer", "alibi alibi_gradient"),
     ],
 )
 def test_kernels_with_features_compile_and_fit(arch: str, loop_order: str, loads: str, features: str) -> None:

@@ -131,6 +131,8 @@ def test_hopper_winners_cost_no_more_than_their_prototypes(
 
 TERMS: dict[str, dict[str, object]] = {
     "sinks": {"sinks": True},
+    "alibi bias": {"alibi": True, "bias": True},
+    "varlen alibi": {"alibi": True, "packed_q": 1000, "packed_k": 900},
     "bias": {"bias": True},
     "bias bool_mask sinks": {"bias": True, "mask_tensor": MaskTensor.BOOL, "sinks": True},
     "varlen sinks": {"sinks": True, "packed_q": 1000, "packed_k": 900},

@@ -75,6 +75,11 @@ WITH_TERMS = [
     "softcap bias_gradient float_mask window sinks dropout",
     "softcap bias_gradient bool_mask",
     "bias_gradient window dropout",
+    "alibi",
+    "alibi_gradient",
+    "varlen alibi_gradient",
+    "softcap alibi_gradient bias_gradient bool_mask window sinks dropout",
+    "varlen softcap alibi_gradient window sinks dropout",
 ]
 """Combinations with terms that have gradients: the gate compares them."""
 
@@ -85,6 +90,8 @@ FIELDS: dict[str, dict[str, object]] = {
     "float_mask": {"mask_tensor": MaskTensor.FLOAT},
     "bias": {"bias": True},
     "bias_gradient": {"bias": True, "bias_gradient": True},
+    "alibi": {"alibi": True},
+    "alibi_gradient": {"alibi": True, "alibi_gradient": True},
     "sinks": {"sinks": True},
     "dropout": {"dropout_p": 0.3},
 }
@@ -174,6 +181,7 @@ def case_of(combination: str, problem: Problem, **options: Any) -> Case:
     mask = None if problem.mask_tensor is MaskTensor.NONE else MaskForm()
     rng = (1 << 40, 3) if problem.dropout_p else None
     options = {"bias": BiasForm(), **options} if problem.bias else options
+    options = {"own_slopes": problem.is_varlen, **options} if problem.alibi else options
     return Case(problem=problem, mask=mask, rng=rng, with_dlse=True, **options)
 
 
@@ -225,7 +233,25 @@ def test_the_gradient_of_a_bias_has_the_same_bits_every_time() -> None:
     assert torch.equal(made[0].bias, made[1].bias)  # type: ignore[arg-type]  # asked for
 
 
-@pytest.mark.parametrize("combination", ["sinks", "varlen sinks", "bias_gradient"])
+@pytest.mark.parametrize("own_slopes", [True, False])
+@pytest.mark.parametrize("alignment", Alignment)
+@pytest.mark.parametrize(
+    ("loop_order", "loads", "combination"),
+    [
+        ("split", "pointer", "alibi_gradient"),
+        ("fused", "tma", "alibi_gradient"),
+        ("key_outer", "pointer", "varlen alibi_gradient"),
+    ],
+)
+def test_the_gradient_of_slopes(
+    loop_order: str, loads: str, combination: str, alignment: Alignment, own_slopes: bool
+) -> None:
+    sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "seqlen_q": 70, "seqlen_k": 75}
+    problem = backward_problem(dtype=DType.BF16, mask=Mask.CAUSAL, **sizes).replace(alignment=alignment)
+    assert_inside_the_gate(make_variant(loop_order, loads), case_of(combination, problem, own_slopes=own_slopes))
+
+
+@pytest.mark.parametrize("combination", ["sinks", "varlen sinks", "bias_gradient", "alibi_gradient"])
 def test_gradients_of_terms_without_any_key(combination: str) -> None:
     problem = backward_problem(dtype=DType.FP32, head_dim=16, seqlen_q=7, seqlen_k=0, heads=2)
     case = case_of(combination, problem)

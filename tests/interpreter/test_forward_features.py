@@ -52,17 +52,28 @@ BOOL = {"mask_tensor": MaskTensor.BOOL}
 FLOAT = {"mask_tensor": MaskTensor.FLOAT}
 SINKS = {"sinks": True}
 BIAS = {"bias": True}
+ALIBI = {"alibi": True}
 FEATURES: dict[str, dict[str, object]] = {
     "softcap": SOFTCAP,
     "float_mask": FLOAT,
     "bool_mask": BOOL,
     "window": WINDOW,
     "sinks": SINKS,
+    "alibi": ALIBI,
+    "alibi+bias": {**ALIBI, **BIAS},
     "bias": BIAS,
     "bias+bool_mask": {**BIAS, **BOOL},
     "dropout": DROPOUT,
     "softcap+float_mask+window+dropout": {**SOFTCAP, **FLOAT, **WINDOW, **DROPOUT},
-    "softcap+bias+float_mask+window+sinks+dropout": {**SOFTCAP, **BIAS, **FLOAT, **WINDOW, **SINKS, **DROPOUT},
+    "softcap+terms+float_mask+window+sinks+dropout": {
+        **SOFTCAP,
+        **ALIBI,
+        **BIAS,
+        **FLOAT,
+        **WINDOW,
+        **SINKS,
+        **DROPOUT,
+    },
     "softcap+bool_mask+window+dropout": {**SOFTCAP, **BOOL, **WINDOW, **DROPOUT},
 }
 
@@ -96,6 +107,7 @@ def executable(problem: Problem, variant: Variant) -> TritonForward:
 def assert_passes_the_gate(variant: Variant, problem: Problem, **options: object) -> None:
     options = {"mask": MaskForm(), **options} if problem.mask_tensor is not MaskTensor.NONE else options
     options = {"bias": BiasForm(), **options} if problem.bias else options
+    options = {"own_slopes": problem.is_varlen, **options} if problem.alibi else options
     options = {"rng": (-(2**62) + 5, 2**33 + 17), **options} if problem.dropout_p else options
     case = Case(problem=problem, **options)  # type: ignore[arg-type]  # fields of a case
 
@@ -121,7 +133,9 @@ def test_features_match_the_specification(structure: str, features: str) -> None
 
 
 @pytest.mark.parametrize(
-    "features", [{}, SINKS, {**SOFTCAP, **WINDOW, **SINKS, **DROPOUT}], ids=["alone", "with_sinks", "with_all"]
+    "features",
+    [{}, SINKS, ALIBI, {**SOFTCAP, **ALIBI, **WINDOW, **SINKS, **DROPOUT}],
+    ids=["alone", "with_sinks", "with_alibi", "with_all"],
 )
 @pytest.mark.parametrize("structure", ["plain", "branch", "under"])
 def test_packed_sequences_match_the_specification(structure: str, features: dict[str, object]) -> None:
@@ -171,6 +185,16 @@ def test_masks_of_every_kind(pattern: Pattern, structure: str, kind: dict[str, M
     problem = dense(dtype=DType.BF16, seqlen_k=35, batch=2, **kind)
 
     assert_passes_the_gate(make_kernel(structure), problem, mask=MaskForm(pattern=pattern))
+
+
+@pytest.mark.parametrize("alignment", Alignment)
+@pytest.mark.parametrize("sizes", [(19, 50), (50, 19)], ids=str)
+@pytest.mark.parametrize("structure", ["plain", "everything"])
+def test_slopes_of_each_batch_entry(structure: str, sizes: tuple[int, int], alignment: Alignment) -> None:
+    lengths = {"seqlen_q": sizes[0], "seqlen_k": sizes[1]}
+    problem = dense(dtype=DTYPES[structure], batch=2, alignment=alignment, **lengths, **ALIBI)
+
+    assert_passes_the_gate(make_kernel(structure), problem, own_slopes=True)
 
 
 @pytest.mark.parametrize("own", BIASES)
