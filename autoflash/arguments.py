@@ -44,6 +44,7 @@ class Options:
         softcap: Bound of the scores; 0 for none.
         score_mod, mask_mod: Expressions as lines of the language; empty for none.
         params_gradient: A gradient of the score_mod's parameters will be asked for.
+        alibi_gradient, bias_gradient: The gradient of the slopes, or of the bias, will be asked for.
         dropout_p: Share of the probabilities to drop.
         sequences: Number of packed sequences; None where nothing is packed.
         longest_q, longest_k: Length of the longest of them, as far as the caller knows; 0 if not.
@@ -61,6 +62,8 @@ class Options:
     score_mod: str = ""
     mask_mod: str = ""
     params_gradient: bool = False
+    alibi_gradient: bool = False
+    bias_gradient: bool = False
     dropout_p: float = 0.0
     sequences: int | None = None
     longest_q: int = 0
@@ -178,14 +181,62 @@ def expanded_mask(mask: object, query: Tensor, key: Tensor) -> Tensor:
     if mask.device != query.device:
         raise InvalidProblemError(f"mask must be on the device of query, got {mask.device} and {query.device}")
     if mask.requires_grad and torch.is_grad_enabled():
-        raise InvalidProblemError("mask has no gradient: give mask.detach(), or, once it is built, a bias")
-    shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    given = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-    if mask.ndim > 4 or any(size not in (1, full) for size, full in zip(given, shape, strict=False)):
+        raise InvalidProblemError("mask has no gradient: pass it as bias, or give mask.detach()")
+    return _of_rank_4("mask", mask, query, key).detach().expand(*query.shape[:3], key.shape[2])
+
+
+def checked_slopes(slopes: object, query: Tensor, batch: int) -> Tensor:
+    """Slopes of ALiBi as kernels read them, [B, H] or [1, H] float32, contiguous. Differentiable.
+
+    Args:
+        slopes: As the caller gave them: (H,) or (B, H), in any floating dtype.
+        query: Of layout [B, H, S, D].
+        batch: B; of packed sequences, their number.
+
+    Raises:
+        InvalidProblemError: for what is no floating tensor of such a shape on the device of query.
+    """
+    if not isinstance(slopes, Tensor):
+        raise InvalidProblemError(f"alibi_slopes must be a tensor or None, got {type(slopes).__name__}")
+    heads = query.shape[1]
+    if not slopes.dtype.is_floating_point or tuple(slopes.shape) not in ((heads,), (batch, heads)):
         raise InvalidProblemError(
-            f"mask must be broadcastable to (B, H, Sq, Sk) = {tuple(shape)}, got shape {tuple(mask.shape)}"
+            f"alibi_slopes must be floating, of shape (H,) = ({heads},) or (B, H) = ({batch}, {heads}), got "
+            f"{slopes.dtype} {tuple(slopes.shape)}"
         )
-    return mask.detach().expand(shape)
+    if slopes.device != query.device:
+        raise InvalidProblemError(
+            f"alibi_slopes must be on the device of query, got {slopes.device} and {query.device}"
+        )
+    return slopes.to(torch.float32).contiguous().view(-1, heads)
+
+
+def checked_bias(bias: object, query: Tensor, key: Tensor) -> Tensor:
+    """A bias as a view of rank 4, each size of which is that of [B, H, M, N] or 1. Differentiable.
+
+    For query and key of layout [B, H, S, D].
+
+    Raises:
+        InvalidProblemError: for what is no floating tensor on the device of query, or cannot be broadcast.
+    """
+    if not isinstance(bias, Tensor):
+        raise InvalidProblemError(f"bias must be a tensor or None, got {type(bias).__name__}")
+    if bias.dtype not in DTYPES:
+        raise InvalidProblemError(f"bias must be float16, bfloat16 or float32, got {bias.dtype}")
+    if bias.device != query.device:
+        raise InvalidProblemError(f"bias must be on the device of query, got {bias.device} and {query.device}")
+    return _of_rank_4("bias", bias, query, key)
+
+
+def _of_rank_4(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A view of rank 4 that can be broadcast to [B, H, M, N]."""
+    shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    given = (1,) * (4 - tensor.ndim) + tuple(tensor.shape)
+    if tensor.ndim > 4 or any(size not in (1, full) for size, full in zip(given, shape, strict=False)):
+        raise InvalidProblemError(
+            f"{name} must be broadcastable to (B, H, Sq, Sk) = {tuple(shape)}, got shape {tuple(tensor.shape)}"
+        )
+    return tensor[(None,) * (4 - tensor.ndim)] if tensor.ndim < 4 else tensor
 
 
 def checked_sinks(sinks: object, query: Tensor) -> Tensor:
@@ -343,6 +394,10 @@ def problem_of_tensors(
         mask_mod=options.mask_mod,
         params_gradient=options.params_gradient,
         mask_tensor=_kind_of(extras.mask),
+        alibi=extras.alibi_slopes is not None,
+        alibi_gradient=options.alibi_gradient,
+        bias=extras.bias is not None,
+        bias_gradient=options.bias_gradient,
         sinks=extras.sinks is not None,
         dropout_p=options.dropout_p,
         packed_q=rows_q if packed else None,

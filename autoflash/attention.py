@@ -16,13 +16,14 @@ from autoflash.arguments import (
     check_cu_seqlens,
     check_layout,
     check_tensors,
+    checked_bias,
     checked_sinks,
+    checked_slopes,
     draw_rng,
     dropout_of,
     expanded_mask,
     mask_of,
     policy_of,
-    refuse_unbuilt,
     scale_of,
     softcap_of,
     wants_tf32,
@@ -30,7 +31,7 @@ from autoflash.arguments import (
 )
 from autoflash.calls import Pair, Triple
 from autoflash.errors import InvalidProblemError, UnsupportedError
-from autoflash.ops import CALLS, Transformable, call_key, layout_of, layouts_of
+from autoflash.ops import CALLS, Transformable, call_key, layouts_of
 from autoflash.runtime.executable import NO_EXTRAS, SINGLE, Extras
 from autoflash.runtime.modifiers import has_gradients, modified_by
 
@@ -54,8 +55,8 @@ def attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     mask: Tensor | None = None,
-    bias: object = None,
-    alibi_slopes: object = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     score_mod: str | Callable[..., object] | None = None,
@@ -70,8 +71,8 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Scaled dot-product attention by the best kernel that is known for this device.
 
-    softmax(query @ key^T * scale + mask) @ value, exactly. A query that sees no key gives 0, an LSE of -inf (or its
-    head's sink) and no gradient. Where several arguments hide keys, a key takes part that none of them hides.
+    softmax(query @ key^T * scale + bias + mask) @ value, exactly. A query that sees no key gives 0, an LSE of -inf (or
+    its head's sink) and no gradient. Where several arguments hide keys, a key takes part that none of them hides.
     Differentiable once, in eager mode and under ``torch.compile``.
 
     Args:
@@ -85,8 +86,11 @@ def attention(
         mask: Broadcastable to (B, H, M, N), whatever the layout of the others. bool: True takes part (so it is in
             torch's function too, and the contrary in torch.nn.MultiheadAttention). float16, bfloat16 or float32: added
             to the scores, after the softcap; it gets no gradient.
-        bias: Not built yet, as are ``alibi_slopes``: setting one raises UnsupportedError.
-        alibi_slopes: Not built yet.
+        bias: Broadcastable to (B, H, M, N) likewise, in float16, bfloat16 or float32, whatever the type of the others:
+            added to the scores as a mask is, with a gradient, in its own type and shape. What is broadcast is never
+            copied, and its gradient is summed up in float32; an expanded tensor gets one of its expanded shape.
+        alibi_slopes: [H] or [B, H], in any floating dtype: slope * |position of the query - key| is taken from the
+            scores in float32, after the softcap. A query stands where a causal mask would have it. It has a gradient.
         softcap: Scores become softcap * tanh(score / softcap); None or 0 leaves them alone.
         sinks: A score of each query head that has no key, [H], in any floating dtype: the probabilities of a row and
             that of its sink add up to 1, and the LSE contains it. It has a gradient.
@@ -116,9 +120,8 @@ def attention(
         UnsupportedError: (a NotImplementedError) for an argument that is not built yet, by name.
         NoKernelError: (a RuntimeError) where no kernel may run, as an unloaded one in a CUDA-graph capture.
     """
-    if bias is not None or alibi_slopes is not None:
-        refuse_unbuilt(bias=bias, alibi_slopes=alibi_slopes)
-    is_plain = window is None and mask is None and softcap is None and sinks is None and dropout_p == 0.0
+    is_plain = window is None and mask is None and softcap is None and dropout_p == 0.0
+    is_plain = is_plain and alibi_slopes is None and bias is None and sinks is None
     is_plain = is_plain and score_mod is None and mask_mod is None and score_params is None
     if not is_plain or _is_autocast_on() or _is_special(query, key, value):
         return _in_full(
@@ -128,6 +131,8 @@ def attention(
             causal=causal,
             window=window,
             mask=mask,
+            bias=bias,
+            alibi_slopes=alibi_slopes,
             softcap=softcap,
             sinks=sinks,
             score_mod=score_mod,
@@ -172,6 +177,7 @@ def attention_varlen(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
@@ -197,6 +203,7 @@ def attention_varlen(
         causal: As for :func:`attention`, like all that follow; positions are counted within a sequence.
         window: See there.
         softcap: See there.
+        alibi_slopes: See there; B are the sequences.
         sinks: See there.
         dropout_p: See there.
         scale: See there.
@@ -219,6 +226,8 @@ def attention_varlen(
         extras = extras._replace(rng=draw_rng(q))
     if sinks is not None:
         extras = extras._replace(sinks=checked_sinks(sinks, rows[0]))
+    if alibi_slopes is not None:
+        extras = extras._replace(alibi_slopes=checked_slopes(alibi_slopes, rows[0], extras.sequences or 0))
     out, lse = _run(
         *rows,
         extras,
@@ -256,6 +265,8 @@ def _in_full(
     causal: bool | str,
     window: object,
     mask: object,
+    bias: object,
+    alibi_slopes: object,
     softcap: object,
     sinks: object,
     score_mod: object,
@@ -276,12 +287,15 @@ def _in_full(
     dropout = dropout_of(dropout_p)
     extras = NO_EXTRAS
     modified = modified_by(score_mod, mask_mod, score_params, q.device)
-    if mask is not None or sinks is not None or dropout or modified.params:
+    has_terms = not (bias is None and alibi_slopes is None and sinks is None)
+    if mask is not None or has_terms or dropout or modified.params:
         extras = Extras(
             mask=None if mask is None else expanded_mask(mask, q, k),
             rng=draw_rng(q) if dropout else None,
             sinks=None if sinks is None else checked_sinks(sinks, q),
             params=modified.params,
+            bias=None if bias is None else checked_bias(bias, q, k),
+            alibi_slopes=None if alibi_slopes is None else checked_slopes(alibi_slopes, q, q.shape[0]),
         )
     out, lse = _run(
         q,
@@ -346,6 +360,8 @@ def _run(
         training,
         window=window,
         softcap=softcap,
+        alibi_gradient=asks_for(extras.alibi_slopes),
+        bias_gradient=asks_for(extras.bias),
         dropout_p=dropout_p,
         sequences=extras.sequences,
         longest=longest,
@@ -363,8 +379,12 @@ def _run(
 
 def asks_for_gradients(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> bool:
     """Whether autograd will want the gradient of one of these tensors."""
-    terms = (extras.sinks, *extras.params)
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, *terms))
+    return any(map(asks_for, (q, k, v, extras.sinks, extras.bias, extras.alibi_slopes, *extras.params)))
+
+
+def asks_for(tensor: Tensor | None) -> bool:
+    """Whether autograd will want its gradient."""
+    return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
 
 
 def asks_for_params(score_mod: str, mask_mod: str, extras: Extras) -> bool:
@@ -376,7 +396,7 @@ def asks_for_params(score_mod: str, mask_mod: str, extras: Extras) -> bool:
 
 def call_key_of(q: Tensor, k: Tensor, v: Tensor, options: Options, extras: Extras) -> tuple[object, ...]:
     """What the prepared call of a featured problem is kept under, for tensors of layout [B, H, S, D]."""
-    return call_key(q, k, v, options, layout_of(extras.mask), layouts_of(extras.params), wants_tf32(q))
+    return call_key(q, k, v, options, *layouts_of(extras), wants_tf32(q))
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -444,6 +464,8 @@ def options_of(
     *,
     window: tuple[int, int] = (UNBOUNDED, UNBOUNDED),
     softcap: float = 0.0,
+    alibi_gradient: bool = False,
+    bias_gradient: bool = False,
     dropout_p: float = 0.0,
     sequences: int | None = None,
     longest: tuple[int, int] = (0, 0),
@@ -462,6 +484,8 @@ def options_of(
         window_left=window[0],
         window_right=window[1],
         softcap=softcap,
+        alibi_gradient=alibi_gradient,
+        bias_gradient=bias_gradient,
         dropout_p=dropout_p,
         sequences=sequences,
         longest_q=longest[0],

@@ -6,6 +6,7 @@ a later call costs one dictionary lookup.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -216,9 +217,8 @@ def terms_of(extras: Extras, wanted: Sequence[bool]) -> TermGradients:
     """Gradients to be written of those extras that are wanted, in the order of the extras."""
     if not any(wanted):
         return NO_TERMS
-    asked = {name for name, is_wanted in zip(SINGLE, wanted, strict=False) if is_wanted}
-    single = {name: torch.empty_like(getattr(extras, name)) for name in SINGLE_TERMS if name in asked}
-    return TermGradients(**single, params=unwritten_params(extras, wanted[len(SINGLE) :]))
+    made = TermGradients.unwritten(extras, list(itertools.compress(SINGLE, wanted)))
+    return made._replace(params=unwritten_params(extras, wanted[len(SINGLE) :]))
 
 
 def _in_places(terms: TermGradients, made: Sequence[Tensor]) -> TermGradients:

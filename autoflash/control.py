@@ -15,7 +15,9 @@ from autoflash.arguments import (
     Options,
     check_layout,
     check_tensors,
+    checked_bias,
     checked_sinks,
+    checked_slopes,
     dropout_of,
     expanded_mask,
     problem_of_tensors,
@@ -25,6 +27,7 @@ from autoflash.arguments import (
     window_of,
 )
 from autoflash.attention import (
+    asks_for,
     asks_for_gradients,
     asks_for_params,
     attention,
@@ -58,6 +61,8 @@ def explain(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     score_mod: str | Callable[..., object] | None = None,
@@ -86,6 +91,8 @@ def explain(
         causal: See there.
         window: See there.
         mask: See there.
+        bias: See there.
+        alibi_slopes: See there.
         softcap: See there.
         sinks: See there.
         score_mod: See there.
@@ -109,7 +116,7 @@ def explain(
     refuse_unbuilt(**unbuilt)
     query, key, value = autocast(query, key, value) or (query, key, value)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        _refuse_dense(mask=mask, score_mod=score_mod, mask_mod=mask_mod)
+        _refuse_dense(mask=mask, bias=bias, score_mod=score_mod, mask_mod=mask_mod)
         check_tensors(query, key, value, "thd")
         extras = packed_extras(query, key, cu_seqlens_q, cu_seqlens_k)
         q, k, v = packed(query, key, value)
@@ -118,8 +125,13 @@ def explain(
         check_tensors(query, key, value, layout)
         q, k, v = heads_first(query, key, value, layout)
         extras = NO_EXTRAS if mask is None else Extras(mask=expanded_mask(mask, q, k))
+        if bias is not None:
+            extras = extras._replace(bias=checked_bias(bias, q, k))
     if sinks is not None:
         extras = extras._replace(sinks=checked_sinks(sinks, q))
+    if alibi_slopes is not None:
+        batch = q.shape[0] if extras.sequences is None else extras.sequences
+        extras = extras._replace(alibi_slopes=checked_slopes(alibi_slopes, q, batch))
     modified = modified_by(score_mod, mask_mod, score_params, q.device)
     if modified.params:
         extras = extras._replace(params=modified.params)
@@ -136,6 +148,8 @@ def explain(
         training,
         window=window_of(window),
         softcap=softcap_of(softcap),
+        alibi_gradient=asks_for(extras.alibi_slopes),
+        bias_gradient=asks_for(extras.bias),
         dropout_p=dropout_of(dropout_p),
         sequences=extras.sequences,
         longest=longest_of(max_seqlen_q, max_seqlen_k),
@@ -168,6 +182,8 @@ def warmup(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     score_mod: str | Callable[..., object] | None = None,
@@ -195,10 +211,13 @@ def warmup(
         value: Likewise, [B, H_KV, N, D_V]; None is as key.
         dtype: For shapes.
         device: For shapes; None is the current GPU, or the CPU where there is none.
-        backward: Also the backward pass. Calls with and without gradients are warmed up apart.
+        backward: Also the backward pass. Calls with and without gradients are warmed up apart; so are those with and
+            without a gradient of ``bias`` or ``alibi_slopes``, which they have where they require one.
         causal: As for :func:`attention`, like all that follow.
         window: See there.
         mask: See there.
+        bias: See there.
+        alibi_slopes: See there.
         softcap: See there.
         sinks: See there.
         score_mod: See there.
@@ -227,6 +246,7 @@ def warmup(
         "causal": causal,
         "window": window,
         "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
         "sinks": sinks,
         "dropout_p": dropout_p,
         "scale": scale,
@@ -236,11 +256,11 @@ def warmup(
     }
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if is_packed:
-        _refuse_dense(mask=mask, score_mod=score_mod, mask_mod=mask_mod)
+        _refuse_dense(mask=mask, bias=bias, score_mod=score_mod, mask_mod=mask_mod)
         common |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         common |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     else:
-        common |= {"mask": mask, "layout": layout}
+        common |= {"mask": mask, "bias": bias, "layout": layout}
         common |= {"score_mod": score_mod, "mask_mod": mask_mod, "score_params": score_params}
     call = attention_varlen if is_packed else attention
     with torch.set_grad_enabled(backward), torch.random.fork_rng(enabled=dropout_p != 0.0):

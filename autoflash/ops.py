@@ -6,6 +6,7 @@ Eager calls do not come here: they go straight to the prepared calls, which are 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,8 +37,8 @@ _OPTIONS = (
     "str mask_mod"
 )
 _INPUTS = "Tensor query, Tensor key, Tensor value"
-_EXTRAS = "Tensor? mask, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng, Tensor? sinks, Tensor[] params"
-_WANTED = "bool sinks_gradient, bool[] params_gradient"
+_EXTRAS = ", ".join([*(f"Tensor? {name}" for name in SINGLE), "Tensor[] params"])
+_WANTED = "bool sinks_gradient, bool bias_gradient, bool alibi_gradient, bool[] params_gradient"
 
 # torch leaves Library untyped.
 _library: Any = torch.library.Library("autoflash", "DEF")  # type: ignore[no-untyped-call]
@@ -90,24 +91,27 @@ def _gradients(query: Tensor, key: Tensor, value: Tensor) -> Triple:
     return dq, dk, dv
 
 
-def layout_of(mask: Tensor | None) -> tuple[object, ...] | None:
-    """What a prepared call depends on of a mask."""
-    return None if mask is None else (mask.dtype, mask.stride())
+def layouts_of(extras: Extras) -> tuple[object, ...]:
+    """What a prepared call depends on of its extras, but for the sequences."""
+    slopes = extras.alibi_slopes
+    each = None if slopes is None else slopes.shape[0]
+    params = tuple((param.dtype, param.shape, param.stride()) for param in extras.params)
+    return _layout_of(extras.mask), _layout_of(extras.bias), extras.sinks is None, each, params
 
 
-def layouts_of(params: Sequence[Tensor]) -> tuple[object, ...]:
-    """What a prepared call depends on of parameters."""
-    return tuple((param.dtype, param.shape, param.stride()) for param in params)
+def _layout_of(mask: Tensor | None) -> tuple[object, ...] | None:
+    """What a prepared call depends on of a mask or a bias."""
+    return None if mask is None else (mask.dtype, mask.shape, mask.stride(), mask.data_ptr() % 16)
 
 
 def _prepared(
-    query: Tensor, key: Tensor, value: Tensor, extras: Extras, *options: Any, params_gradient: bool = False
+    query: Tensor, key: Tensor, value: Tensor, extras: Extras, *options: Any, **gradients: bool
 ) -> tuple[Prepared, Pair | None]:
     """The prepared call, and its results where it had to be made to find it."""
     scale, causal, deterministic, vendor, return_lse, training, left, right, softcap, dropout_p, *rest = options
     *longest, score_mod, mask_mod = rest
-    layouts = layout_of(extras.mask), layouts_of(extras.params)
-    call = call_key(query, key, value, "op", *options, extras.sequences, *layouts, params_gradient)
+    wanted = tuple(gradients.values())
+    call = call_key(query, key, value, "op", *options, extras.sequences, *layouts_of(extras), *wanted)
     known = CALLS.prepared.get(call)
     if known is not None:
         return known, None
@@ -122,13 +126,13 @@ def _prepared(
         window_left=left,
         window_right=right,
         softcap=softcap,
+        **gradients,
         dropout_p=dropout_p,
         sequences=extras.sequences,
         longest_q=longest[0],
         longest_k=longest[1],
         score_mod=score_mod,
         mask_mod=mask_mod,
-        params_gradient=params_gradient,
     )
     return CALLS.first(call, query, key, value, chosen, extras, differentiable=False)
 
@@ -176,12 +180,16 @@ def _backward(
 ) -> tuple[Tensor, ...]:
     with _eager(query.device.type):
         extras, options = _extras(*rest[:_COUNT]), list(rest[_COUNT + _TERMS :])
-        terms = _term_gradients(extras, rest[_COUNT : _COUNT + _TERMS])
+        terms = _wanted_terms(extras, rest)
         # Whatever the forward was told: a gradient is wanted now.
         options[_TRAINING] = True
         wanted = rest[_COUNT + _TERMS - 1]
-        has_params = bool(wanted) and has_gradients(options[-2], options[-1], wanted)
-        prepared, _ = _prepared(query, key, value, extras, *options, params_gradient=has_params)
+        gradients = {
+            "alibi_gradient": terms.alibi_slopes is not None,
+            "bias_gradient": terms.bias is not None,
+            "params_gradient": bool(wanted) and has_gradients(options[-2], options[-1], wanted),
+        }
+        prepared, _ = _prepared(query, key, value, extras, *options, **gradients)
         into = _gradients(query, key, value)
         made = prepared.backward(query, key, value, out, lse, dout, dlse, into, extras, terms)
         return (*made, *_all(terms, extras, query))
@@ -195,15 +203,14 @@ def _fake_backward(
     dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     extras = _extras(*rest[:_COUNT])
-    terms = _term_gradients(extras, rest[_COUNT : _COUNT + _TERMS])
-    return (*_gradients(query, key, value), *_all(terms, extras, query))
+    return (*_gradients(query, key, value), *_all(_wanted_terms(extras, rest), extras, query))
 
 
-def _term_gradients(extras: Extras, wanted: Sequence[Any]) -> TermGradients:
-    """Gradients to be written of the terms that are wanted, in the order of :class:`TermGradients`."""
-    asked = zip(SINGLE_TERMS, wanted[:-1], strict=True)
-    single = {name: torch.empty_like(getattr(extras, name)) for name, is_wanted in asked if is_wanted}
-    return TermGradients(**single, params=unwritten_params(extras, wanted[-1]))
+def _wanted_terms(extras: Extras, rest: Sequence[Any]) -> TermGradients:
+    """Gradients to be written of the terms that are wanted, as the arguments behind the extras say."""
+    *wanted, of_params = rest[_COUNT : _COUNT + _TERMS]
+    made = TermGradients.unwritten(extras, list(itertools.compress(SINGLE_TERMS, wanted)))
+    return made._replace(params=unwritten_params(extras, of_params))
 
 
 def _all(terms: TermGradients, extras: Extras, query: Tensor) -> list[Any]:
@@ -305,8 +312,9 @@ def _map(operator: Any, tensors: int) -> Any:
                 "vmap with an expression is not built: give the mapped dimension to the batch instead"
             )
         cu_seqlens_q, rng = extras.cu_seqlens_q, extras.rng
-        if extras.sinks is not None:
-            raise UnsupportedError("vmap with sinks is not built: give the mapped dimension to the batch instead")
+        terms = [name for name in SINGLE_TERMS if getattr(extras, name) is not None]
+        if terms:
+            raise UnsupportedError(f"vmap with {terms[0]} is not built: give the mapped dimension to the batch instead")
         if cu_seqlens_q is not None:
             raise UnsupportedError("vmap of packed sequences is not built: pack more sequences instead")
         if rng is not None:

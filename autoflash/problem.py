@@ -60,6 +60,10 @@ class Feature(str, Enum):
     """Scores become cap * tanh(score / cap)."""
     SCORE_MOD = "score_mod"
     """Scores become what an expression makes of them."""
+    ALIBI = "alibi"
+    """Scores fall with the distance of the key from the query's position, for each head by a slope of its own."""
+    BIAS = "bias"
+    """A tensor is added to the scores, and may have a gradient."""
     FLOAT_MASK = "float_mask"
     """A tensor is added to the scores. It has no gradient."""
     BOOL_MASK = "bool_mask"
@@ -74,6 +78,10 @@ class Feature(str, Enum):
     """Probabilities are dropped at random, and the others scaled up."""
     PARAMS_GRADIENT = "params_gradient"
     """The backward also gives the gradients of the score_mod's parameters."""
+    ALIBI_GRADIENT = "alibi_gradient"
+    """The backward also gives the gradient of the slopes."""
+    BIAS_GRADIENT = "bias_gradient"
+    """The backward also gives the gradient of the bias."""
 
 
 class MaskTensor(str, Enum):
@@ -105,8 +113,8 @@ class Problem:
         seqlen_q, seqlen_k: Sq (M) and Sk (N); both may be 0. Of packed sequences, lengths that stand for all of them:
             the longest where it is known, else the mean. Nothing but speed depends on them.
         mask: Which keys a query sees.
-        alignment: Where a query stands among the keys, for a causal mask and a window; irrelevant (and normalised to
-            bottom-right) where Sq == Sk or nothing asks for it.
+        alignment: Where a query stands among the keys, for a causal mask, a window and ALiBi; irrelevant (and
+            normalised to bottom-right) where Sq == Sk or nothing asks for it.
         deterministic: The backward must give the same bits on every launch. Always False forward.
         tf32: float32 products may be computed in TF32. Always False for fp16 and bf16.
         window_left, window_right: A query at position p sees the keys from p - left to p + right, both included; None
@@ -116,6 +124,10 @@ class Problem:
             empty for none. A score_mod follows the softcap.
         params_gradient: The backward gives the gradients of the score_mod's parameters. Always False forward.
         mask_tensor: Whether each pair also has an element of a tensor, and of which kind.
+        alibi: Scores fall with the distance of the key from the query's position.
+        alibi_gradient: The backward gives the gradient of the slopes. Always False forward.
+        bias: Each pair has an element of a tensor that is added to its score, and may have a gradient.
+        bias_gradient: The backward gives it. Always False forward.
         sinks: Each head has a score without a key.
         dropout_p: Share of the probabilities that are dropped, 0 <= p < 1.
         packed_q, packed_k: Rows of packed tensors [1, H, T, D], those behind the last sequence included; None where
@@ -142,6 +154,10 @@ class Problem:
     mask_mod: str = ""
     params_gradient: bool = False
     mask_tensor: MaskTensor = MaskTensor.NONE
+    alibi: bool = False
+    alibi_gradient: bool = False
+    bias: bool = False
+    bias_gradient: bool = False
     sinks: bool = False
     dropout_p: float = 0.0
     packed_q: int | None = None
@@ -160,11 +176,15 @@ class Problem:
             raise InvalidProblemError(
                 f"query heads must be a multiple of key/value heads, got {self.heads} and {self.kv_heads}"
             )
-        if not self.is_varlen and (not (self.causal or self.has_window) or self.seqlen_q == self.seqlen_k):
+        if not self.is_varlen and (
+            not (self.causal or self.has_window or self.alibi) or self.seqlen_q == self.seqlen_k
+        ):
             object.__setattr__(self, "alignment", Alignment.BOTTOM_RIGHT)
         if self.op is Pass.FORWARD:
             object.__setattr__(self, "deterministic", False)
             object.__setattr__(self, "params_gradient", False)
+            object.__setattr__(self, "alibi_gradient", False)
+            object.__setattr__(self, "bias_gradient", False)
         if self.dtype is not DType.FP32:
             object.__setattr__(self, "tf32", False)
 
@@ -181,6 +201,10 @@ class Problem:
             raise InvalidProblemError("packed sequences have no score_mod and no mask_mod: leave them empty")
         if self.params_gradient and not self.score_mod:
             raise InvalidProblemError("params_gradient needs a score_mod")
+        if self.is_varlen and self.bias:
+            raise InvalidProblemError("packed sequences have no bias: leave it False")
+        if (self.bias_gradient and not self.bias) or (self.alibi_gradient and not self.alibi):
+            raise InvalidProblemError("bias_gradient needs a bias, and alibi_gradient needs alibi")
         if not (0.0 <= self.softcap < math.inf):
             raise InvalidProblemError(f"softcap must be a finite number, at least 0, got {self.softcap}")
         if not 0.0 <= self.dropout_p < 1.0:
@@ -208,6 +232,8 @@ class Problem:
             Feature.VARLEN: self.is_varlen,
             Feature.SOFTCAP: self.softcap > 0.0,
             Feature.SCORE_MOD: bool(self.score_mod),
+            Feature.ALIBI: self.alibi,
+            Feature.BIAS: self.bias,
             Feature.FLOAT_MASK: self.mask_tensor is MaskTensor.FLOAT,
             Feature.BOOL_MASK: self.mask_tensor is MaskTensor.BOOL,
             Feature.MASK_MOD: bool(self.mask_mod),
@@ -215,6 +241,8 @@ class Problem:
             Feature.SINKS: self.sinks,
             Feature.DROPOUT: self.dropout_p > 0.0,
             Feature.PARAMS_GRADIENT: self.params_gradient,
+            Feature.ALIBI_GRADIENT: self.alibi_gradient,
+            Feature.BIAS_GRADIENT: self.bias_gradient,
         }
         return tuple(feature for feature in Feature if asked[feature])
 
@@ -314,8 +342,10 @@ class Form:
         """The features that kernels look at where they visit a tile of scores.
 
         A forward resolves packed sequences before that. A backward has nothing to do with sinks: they are in the LSE.
+        Gradients of terms are kernels of their own.
         """
-        elsewhere = (Feature.VARLEN if self.op is Pass.FORWARD else Feature.SINKS, Feature.PARAMS_GRADIENT)
+        elsewhere = {Feature.VARLEN if self.op is Pass.FORWARD else Feature.SINKS}
+        elsewhere |= {Feature.ALIBI_GRADIENT, Feature.BIAS_GRADIENT, Feature.PARAMS_GRADIENT}
         return tuple(feature for feature in self.features if feature not in elsewhere)
 
     def __str__(self) -> str:

@@ -146,7 +146,7 @@ def run(
     scale = problem.head_dim**-0.5 if scale is None else scale
     tensors = (inputs.q, inputs.k, inputs.v, inputs.out)
     call = executable.prepare_backward(problem, *tensors, inputs.dout, scale, inputs.extras)
-    terms = TermGradients.unwritten(problem, inputs.extras)
+    terms = TermGradients.asked_by(problem, inputs.extras)
     return call(*tensors, inputs.lse, inputs.dout, inputs.dlse, extras=inputs.extras, terms=terms, **given)
 
 

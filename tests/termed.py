@@ -20,6 +20,8 @@ def formula(
     window: tuple[int, int] | None = None,
     softcap: float = 0.0,
     mask: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
     sinks: Tensor | None = None,
     keep: Tensor | float = 1.0,
 ) -> tuple[Tensor, Tensor]:
@@ -32,6 +34,10 @@ def formula(
     m, n = s.shape[2:]
     positions = torch.arange(m)[:, None] + (0 if causal == "top_left" else n - m)
     distance = torch.arange(n)[None] - positions
+    if alibi_slopes is not None:
+        s = s - alibi_slopes.view(-1, s.shape[1], 1, 1) * distance.abs()
+    if bias is not None:
+        s = s + bias
     if mask is not None:
         s = s.masked_fill(~mask, -torch.inf) if mask.dtype is torch.bool else s + mask.double()
     if causal:
@@ -42,7 +48,8 @@ def formula(
         # So that a row without keys gives 0: a score that weighs nothing beside any other.
         sinks = s.new_full((s.shape[1],), -1e30)
     s = torch.cat([s, sinks[:, None, None].expand(*s.shape[:3], 1)], dim=-1)
-    return (torch.softmax(s, dim=-1)[..., :-1] * keep) @ v, torch.logsumexp(s, dim=-1)
+    lse = torch.logsumexp(s, dim=-1)
+    return (torch.softmax(s, dim=-1)[..., :-1] * keep) @ v, lse.masked_fill(lse < -1e29, -torch.inf)
 
 
 def derived(

@@ -12,6 +12,7 @@ from torch import Tensor
 import autoflash
 from autoflash.errors import ExpressionError, InvalidProblemError, UnsupportedError
 from autoflash.runtime import modifiers
+from autoflash.runtime.executable import SINGLE
 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -184,7 +185,7 @@ def test_a_compiled_call_is_the_eager_one() -> None:
 def test_opcheck_accepts_the_operator() -> None:
     given, q, k, v = params(grad=True), *tensors(grad=True)
     lines = modifiers.modified_by(RELATIVE, DOCUMENTS, given, q.device)
-    single = (None,) * 5
+    single = (None,) * len(SINGLE)
     options = (0.25, "full", False, "never", False, True, -1, -1, 0.0, 0.0, 0, 0, lines.score_mod, lines.mask_mod)
 
     torch.library.opcheck(

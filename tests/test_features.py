@@ -263,7 +263,7 @@ def test_case_a06_a_checkpoint_recomputes_with_the_same_dropout() -> None:
         ({"mask": torch.ones(M, N + 1, dtype=torch.bool)}, r"broadcastable to \(B, H, Sq, Sk\) = \(2, 4, 37, 53\)"),
         ({"mask": torch.ones(1, 1, 1, M, N, dtype=torch.bool)}, "broadcastable"),
         ({"mask": torch.ones(M, N, dtype=torch.bool, device="meta")}, "on the device of query, got meta and cpu"),
-        ({"mask": torch.ones(M, N, requires_grad=True)}, "mask has no gradient"),
+        ({"mask": torch.ones(M, N, requires_grad=True)}, "mask has no gradient: pass it as bias"),
         ({"mask": [[True]]}, "mask must be a tensor or None, got list"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 import autoflash
 from autoflash.arguments import draw_rng
@@ -31,6 +32,21 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 4) -> Te
 
 SINKS = {"sinks": normal(H) + 1.0}
 
+BIASES = {
+    "bias": normal(B, H, M, N),
+    "bias-heads": normal(1, H, M, N),
+    "bias-batch": normal(B, 1, M, N),
+    "bias-all": normal(1, 1, M, N),
+    "bias-2d": normal(M, N),
+    "bias-keys": normal(B, 1, 1, N),
+    "bias-queries": normal(1, H, M, 1),
+    "bias-one": normal(1),
+    "bias-3d": normal(H, 1, N),
+}
+
+SLOPES = {"alibi_slopes": normal(H).abs() * 0.2}
+EACH_SLOPES = {"alibi_slopes": normal(B, H).abs() * 0.2}
+
 # By name: the terms, what else a call is given, and what the formula is given in its place.
 CASES: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
     "sinks": (SINKS, {}),
@@ -43,6 +59,27 @@ CASES: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
     "sinks-fp16": ({"sinks": normal(H, dtype=torch.float16)}, {}),
     "sinks-bf16": ({"sinks": normal(H, dtype=torch.bfloat16)}, {"causal": True}),
     "sinks-fp64": ({"sinks": normal(H).double()}, {}),
+    **{name: ({"bias": bias}, {"causal": turn % 2 == 1}) for turn, (name, bias) in enumerate(BIASES.items())},
+    "bias-fp16": ({"bias": normal(1, H, M, N, dtype=torch.float16)}, {"softcap": 2.0}),
+    "bias-bf16": ({"bias": normal(B, 1, 1, N, dtype=torch.bfloat16)}, {"window": (7, 3)}),
+    "bias-inf": ({"bias": normal(M, N).masked_fill(~bool_mask(M, N), -torch.inf)}, {}),
+    "bias-bool": ({"bias": normal(1, H, M, N)}, {"mask": bool_mask(B, 1, M, N)}),
+    "bias-float": ({"bias": normal(1, H, M, 1)}, {"mask": float_mask(B, 1, M, N), "softcap": 2.0}),
+    "alibi": (SLOPES, {}),
+    "alibi-each": (EACH_SLOPES, {"softcap": 2.0}),
+    "alibi-causal": (EACH_SLOPES, {"causal": True}),
+    "alibi-top-left": (SLOPES, {"causal": "top_left"}),
+    "alibi-window": (SLOPES, {"window": (7, 3), "mask": bool_mask(B, 1, M, N)}),
+    "alibi-bf16": ({"alibi_slopes": normal(H, dtype=torch.bfloat16)}, {}),
+    "alibi-negative": ({"alibi_slopes": normal(B, H) * 0.1}, {"mask": float_mask(M, N)}),
+    "all-terms": (
+        {**EACH_SLOPES, "bias": normal(B, 1, 1, N), **SINKS},
+        {"mask": bool_mask(M, N), "softcap": 2.0, "window": (20, 4), "causal": True},
+    ),
+    "bias-sinks-all": (
+        {"bias": normal(1, H, M, N), **SINKS},
+        {"mask": bool_mask(M, N), "softcap": 2.0, "window": (20, 4), "causal": "top_left"},
+    ),
 }
 
 
@@ -85,12 +122,12 @@ def test_the_specification_matches_autograd(name: str) -> None:
     for ours, exact in zip((out, lse, *found), (*results, *wanted[:3]), strict=True):
         close(ours, exact, 1e-12)
     for term, exact in zip(terms, wanted[3:], strict=True):
-        close(getattr(of_terms, term), exact, 1e-12)
+        close(getattr(of_terms, term), exact, 1e-11)
 
 
 def test_with_dropout_the_gradients_are_those_of_what_was_kept() -> None:
     q, k, v = tensors(grad=True)
-    terms = SINKS
+    terms = {**SINKS, **EACH_SLOPES, "bias": BIASES["bias-heads"]}
     leaves = {term: value.clone().requires_grad_() for term, value in terms.items()}
     dout, dlse = normal(B, H, M, D, seed=8), normal(B, H, M, seed=9)
     torch.manual_seed(7)
@@ -109,7 +146,7 @@ def test_with_dropout_the_gradients_are_those_of_what_was_kept() -> None:
 
 
 @pytest.mark.parametrize("vendor", ["never", "allow"])
-@pytest.mark.parametrize("terms", [SINKS], ids=["sinks"])
+@pytest.mark.parametrize("terms", [SINKS, {"bias": BIASES["bias-2d"]}, SLOPES], ids=["sinks", "bias", "alibi"])
 def test_case_a05_a_term_that_is_accepted_is_obeyed(terms: dict[str, Tensor], vendor: str) -> None:
     q, k, v = tensors()
 
@@ -121,7 +158,7 @@ def test_case_a05_a_term_that_is_accepted_is_obeyed(terms: dict[str, Tensor], ve
 
 def test_no_gradient_is_made_of_a_term_that_asks_for_none() -> None:
     q, k, v = tensors(grad=True)
-    for terms in (SINKS,):
+    for terms in (SINKS, {"bias": BIASES["bias-2d"]}, SLOPES):
         out = autoflash.attention(q, k, v, vendor="never", **terms)  # type: ignore[arg-type]
 
         assert all(torch.isfinite(x).all() for x in torch.autograd.grad(out.sum(), (q, k, v)))  # type: ignore[union-attr]
@@ -129,7 +166,7 @@ def test_no_gradient_is_made_of_a_term_that_asks_for_none() -> None:
 
 def test_a_term_alone_may_ask_for_a_gradient() -> None:
     q, k, v = tensors()
-    for term, value in SINKS.items():
+    for term, value in {**SINKS, "bias": BIASES["bias-keys"], **SLOPES}.items():
         leaf = value.clone().requires_grad_()
 
         out = autoflash.attention(q, k, v, vendor="never", **{term: leaf})  # type: ignore[arg-type]
@@ -182,17 +219,102 @@ def test_a_sink_of_minus_infinity_is_none() -> None:
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
 def test_layouts_agree(layout: str) -> None:
     q, k, v = (x if layout == "bhsd" else x.transpose(1, 2) for x in tensors())
+    terms = {**SINKS, "bias": BIASES["bias-heads"]}
 
-    out = autoflash.attention(q, k, v, sinks=SINKS["sinks"], layout=layout, vendor="never")
+    out = autoflash.attention(q, k, v, **terms, layout=layout, vendor="never")  # type: ignore[arg-type]
 
-    (expected, _), _ = derived(*tensors(), torch.zeros(B, H, M, D), torch.zeros(B, H, M), SINKS, {})
+    (expected, _), _ = derived(*tensors(), torch.zeros(B, H, M, D), torch.zeros(B, H, M), terms, {})
     close(out if layout == "bhsd" else out.transpose(1, 2), expected, 1e-5)  # type: ignore[arg-type,union-attr]
+
+
+# How a bias lies in memory
+
+
+def laid_out(kind: str) -> Tensor:
+    full = normal(B, H, M, N)
+    return {
+        "expanded": normal(1, H, M, N).expand(B, H, M, N),
+        "one element": normal(1).expand(B, H, M, N),
+        "transposed": full.transpose(2, 3).contiguous().transpose(2, 3),
+        "every second": full.repeat_interleave(2, dim=3)[..., ::2],
+        # What xformers' alignment of attention biases looks like: a slice of something wider.
+        "sliced": normal(B, H, M, N + 8)[..., 3 : N + 3],
+        "unaligned": normal(B * H * M * N + 1)[1:].view(B, H, M, N),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["expanded", "one element", "transposed", "every second", "sliced", "unaligned"])
+def test_a_bias_of_any_strides_is_read_as_it_lies(kind: str) -> None:
+    q, k, v = tensors(grad=True)
+    bias = laid_out(kind)
+    leaf = bias.detach().requires_grad_()
+    dout, dlse = normal(B, H, M, D, seed=8), normal(B, H, M, seed=9)
+
+    out, lse = autoflash.attention(q, k, v, bias=leaf, return_lse=True, vendor="never")
+    found = torch.autograd.grad((out, lse), (q, k, v, leaf), (dout, dlse))
+
+    (expected, _), wanted = derived(q, k, v, dout, dlse, {"bias": bias}, {})
+    close(out, expected, 1e-5)
+    for ours, exact in zip(found, wanted, strict=True):
+        close(ours, exact, 1e-4)
+
+
+def test_what_was_expanded_from_a_parameter_gets_its_gradient() -> None:
+    q, k, v = tensors()
+    parameter = normal(1, H, M, N).requires_grad_()
+
+    def loss(bias: Tensor) -> Tensor:
+        return autoflash.attention(q, k, v, bias=bias, vendor="never").square().sum()  # type: ignore[union-attr]
+
+    expanded, given = (torch.autograd.grad(loss(x), parameter)[0] for x in (parameter.expand(B, H, M, N), parameter))
+
+    torch.testing.assert_close(expanded, given)
+
+
+def test_the_gradient_of_a_bias_by_numbers() -> None:
+    q, k, v = tensors(5, 4)
+    for shape in ((1, H, 5, 4), (H, 1, 4), (5, 1)):
+        bias = normal(*shape)
+
+        def loss(bias: Tensor, q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            return autoflash.attention(q, k, v, bias=bias, vendor="never")[..., 0].sum()  # type: ignore[index]
+
+        leaf = bias.clone().requires_grad_()
+        (found,) = torch.autograd.grad(loss(leaf), leaf)
+        step = 1e-2
+        for index in range(bias.numel()):
+            towards = torch.zeros(bias.numel())
+            towards[index] = step
+            towards = towards.view(shape)
+            slope = (loss(bias + towards) - loss(bias - towards)) / (2 * step)
+            assert abs(float(slope.detach() - found.view(-1)[index])) < 2e-3
+
+
+def test_memory_of_a_gradient_of_a_bias_without_rows_is_linear() -> None:
+    """Nothing of size M x N is made: 4096 x 4096 float32 are 64 MiB."""
+    q, k, v = (torch.randn(1, 1, 4096, 16, requires_grad=True) for _ in range(3))
+    bias = torch.randn(1, 1, 1, 4096, requires_grad=True)
+
+    def step() -> None:
+        out = autoflash.attention(q, k, v, bias=bias, vendor="never")
+        torch.autograd.grad(out.sum(), (q, k, v, bias))  # type: ignore[union-attr]
+
+    step()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        step()
+
+    assert max(event.cpu_memory_usage for event in profiled.events()) < 16 * 2**20
 
 
 # Packed sequences
 
 
-PACKED: dict[str, dict[str, Tensor]] = {"sinks": SINKS}
+PACKED: dict[str, dict[str, Tensor]] = {
+    "sinks": SINKS,
+    "alibi": SLOPES,
+    "alibi-each": {"alibi_slopes": normal(len(LENGTHS_Q), H).abs() * 0.2},
+    "all": {"alibi_slopes": normal(len(LENGTHS_Q), H).abs() * 0.2, **SINKS},
+}
 
 
 @pytest.mark.parametrize("how", [{}, {"causal": True}, {"causal": "top_left", "window": (9, 2)}], ids=str)
@@ -215,7 +337,7 @@ def test_packed_sequences_match_the_formula_of_each(name: str, how: dict[str, An
         of_one = {term: value[b] if value.ndim == 2 else value for term, value in terms.items()}
         (expected, expected_lse), made = derived(*one[:3], one[3], dlse[None, :, rows], of_one, how)
         close(out[rows], expected[0].transpose(0, 1), 1e-5)
-        close(lse[:, rows], expected_lse[0].clamp(min=-1e29), 1e-5) if "sinks" in terms else None
+        close(lse[:, rows], expected_lse[0], 1e-5)
         for index, part in enumerate((rows, keys, keys)):
             wanted[index][part] += made[index][0].transpose(0, 1)
         for index, value in enumerate(terms.values(), start=3):
@@ -242,7 +364,7 @@ def test_no_packed_sequence_has_no_sink() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", ["sinks", "sinks-all"])
+@pytest.mark.parametrize("name", ["sinks", "sinks-all", "bias-keys", "alibi-each", "all-terms"])
 def test_a_compiled_call_gives_the_bits_of_an_eager_one(name: str) -> None:
     torch.compiler.reset()
     terms, how = CASES[name]
@@ -263,8 +385,9 @@ def test_a_compiled_call_gives_the_bits_of_an_eager_one(name: str) -> None:
 
 def test_opcheck_accepts_calls_with_terms() -> None:
     q, k, v = tensors(grad=True)
-    sinks = SINKS["sinks"].clone().requires_grad_()
-    extras = (None, None, None, None, sinks, [])
+    sinks, bias = SINKS["sinks"].clone().requires_grad_(), normal(1, H, M, 1).requires_grad_()
+    slopes = normal(B, H).abs().requires_grad_()
+    extras = (None, None, None, None, sinks, bias, slopes, [])
     options = (0.25, "full", False, "never", True, True, -1, -1, 0.0, 0.0, 0, 0, "", "")
 
     forward = torch.library.opcheck(
@@ -273,11 +396,11 @@ def test_opcheck_accepts_calls_with_terms() -> None:
         test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )
     out, lse = torch.ops.autoflash.attention_forward(q, k, v, *extras, *options)
-    inputs = [x.detach() for x in (out, q, k, v, out, lse, sinks)]
-    dout, q, k, v, out, lse, sinks = inputs
+    inputs = [x.detach() for x in (out, q, k, v, out, lse, sinks, bias, slopes)]
+    dout, q, k, v, out, lse, *terms = inputs
     backward = torch.library.opcheck(
         torch.ops.autoflash.attention_backward.default,
-        (dout, None, q, k, v, out, lse, None, None, None, None, sinks, [], True, [], *options),
+        (dout, None, q, k, v, out, lse, None, None, None, None, *terms, [], True, True, True, [], *options),
         test_utils=("test_schema", "test_faketensor"),
     )
 
@@ -287,30 +410,34 @@ def test_opcheck_accepts_calls_with_terms() -> None:
 def test_functorch_s_grad_knows_terms() -> None:
     q, k, v = tensors()
 
-    def loss(sinks: Tensor) -> Tensor:
-        return autoflash.attention(q, k, v, sinks=sinks, vendor="never").square().sum()  # type: ignore[union-attr]
+    for term, value in {**SINKS, "bias": BIASES["bias-heads"], **EACH_SLOPES}.items():
 
-    sinks = SINKS["sinks"].clone().requires_grad_()
-    torch.testing.assert_close(torch.func.grad(loss)(sinks.detach()), torch.autograd.grad(loss(sinks), sinks)[0])
+        def loss(value: Tensor, term: str = term) -> Tensor:
+            return autoflash.attention(q, k, v, **{term: value}, vendor="never").square().sum()  # type: ignore[union-attr,arg-type]
+
+        leaf = value.clone().requires_grad_()
+        torch.testing.assert_close(torch.func.grad(loss)(value), torch.autograd.grad(loss(leaf), leaf)[0])
 
 
-@pytest.mark.parametrize("term", SINKS)
+TERMS = {**SINKS, "bias": BIASES["bias-2d"], **SLOPES}
+
+
+@pytest.mark.parametrize("term", TERMS)
 def test_vmap_with_terms_is_refused(term: str) -> None:
     q, k, v = tensors()
 
     with pytest.raises(UnsupportedError, match=f"vmap with {term} is not built"):
-        torch.func.vmap(lambda q: autoflash.attention(q, k, v, **{term: SINKS[term]}))(torch.stack([q, q]))  # type: ignore[arg-type]
+        torch.func.vmap(lambda q: autoflash.attention(q, k, v, **{term: TERMS[term]}))(torch.stack([q, q]))  # type: ignore[arg-type]
 
 
 def test_the_second_derivative_by_a_term_is_refused() -> None:
     q, k, v = tensors(grad=True)
-    sinks = SINKS["sinks"].clone().requires_grad_()
-    out = autoflash.attention(q, k, v, sinks=sinks, vendor="never")
+    leaves = [value.clone().requires_grad_() for value in TERMS.values()]
+    out = autoflash.attention(q, k, v, **dict(zip(TERMS, leaves, strict=True)), vendor="never")  # type: ignore[arg-type]
 
-    (first,) = torch.autograd.grad(out.square().sum(), sinks, create_graph=True)  # type: ignore[union-attr]
-
-    with pytest.raises(UnsupportedError, match="second derivative"):
-        torch.autograd.grad(first.sum(), q)
+    for first in torch.autograd.grad(out.square().sum(), leaves, create_graph=True):  # type: ignore[union-attr]
+        with pytest.raises(UnsupportedError, match="second derivative"):
+            torch.autograd.grad(first.sum(), q, retain_graph=True)
 
 
 def test_explain_and_warmup_know_terms() -> None:
@@ -321,6 +448,17 @@ def test_explain_and_warmup_know_terms() -> None:
 
     for explanation in (explained, warm):
         assert ["/full+sinks/" in str(one.cell) for one in explanation.passes] == [True, True]
+    for bias, names in ((BIASES["bias-2d"], ""), (BIASES["bias-2d"].clone().requires_grad_(), "+bias_gradient")):
+        for explanation in (
+            autoflash.explain(q, k, v, bias=bias, vendor="never"),
+            autoflash.warmup(q, k, v, bias=bias, backward=True, vendor="never"),
+        ):
+            cells = [str(one.cell) for one in explanation.passes]
+            assert ["/full+bias/" in cells[0], f"/full+bias{names}/" in cells[1]] == [True, True]
+    leaf = SLOPES["alibi_slopes"].clone().requires_grad_()
+    explained = autoflash.explain(q, k, v, alibi_slopes=leaf, vendor="never")
+    cells = [str(one.cell) for one in explained.passes]
+    assert ["/full+alibi/" in cells[0], "/full+alibi+alibi_gradient/" in cells[1]] == [True, True]
     q, k, v = packed()
     cu = {"cu_seqlens_q": offsets(LENGTHS_Q), "cu_seqlens_k": offsets(LENGTHS_K)}
     (one,) = autoflash.explain(q, k, v, **SINKS, **cu, vendor="never").passes  # type: ignore[arg-type]
@@ -338,6 +476,16 @@ def test_explain_and_warmup_know_terms() -> None:
         ({"sinks": torch.zeros(H + 1)}, r"\(H,\) = \(4,\), got torch.float32 \(5,\)"),
         ({"sinks": torch.zeros(1, H)}, r"got torch.float32 \(1, 4\)"),
         ({"sinks": torch.zeros(H, device="meta")}, "on the device of query, got meta and cpu"),
+        ({"alibi_slopes": 0.5}, "alibi_slopes must be a tensor or None, got float"),
+        ({"alibi_slopes": torch.ones(H, dtype=torch.int64)}, "alibi_slopes must be floating"),
+        ({"alibi_slopes": torch.ones(1, H)}, r"\(H,\) = \(4,\) or \(B, H\) = \(2, 4\), got torch.float32 \(1, 4\)"),
+        ({"alibi_slopes": torch.ones(H, device="meta")}, "on the device of query, got meta and cpu"),
+        ({"bias": 0.5}, "bias must be a tensor or None, got float"),
+        ({"bias": torch.zeros(M, N, dtype=torch.bool)}, "bias must be float16, bfloat16 or float32, got torch.bool"),
+        ({"bias": torch.zeros(M, N).double()}, "got torch.float64"),
+        ({"bias": torch.zeros(M, N + 1)}, r"bias must be broadcastable to \(B, H, Sq, Sk\) = \(2, 4, 37, 53\)"),
+        ({"bias": torch.zeros(M, N, device="meta")}, "on the device of query, got meta and cpu"),
+        ({"mask": torch.zeros(M, N, requires_grad=True)}, "mask has no gradient: pass it as bias"),
     ],
 )
 def test_terms_that_cannot_be_meant_are_refused(arguments: dict[str, Any], words: str) -> None:
@@ -345,6 +493,15 @@ def test_terms_that_cannot_be_meant_are_refused(arguments: dict[str, Any], words
 
     with pytest.raises(InvalidProblemError, match=words):
         autoflash.attention(q, k, v, **arguments)
+
+
+@pytest.mark.parametrize("call", [autoflash.explain, autoflash.warmup])
+def test_packed_sequences_have_no_bias(call: Any) -> None:
+    q, k, v = packed()
+    cu = {"cu_seqlens_q": offsets(LENGTHS_Q), "cu_seqlens_k": offsets(LENGTHS_K)}
+
+    with pytest.raises(InvalidProblemError, match="packed sequences have no bias: leave bias out"):
+        call(q, k, v, bias=torch.zeros(1), **cu)
 
 
 def test_vendor_kernels_are_said_to_have_no_terms() -> None:

@@ -11,7 +11,7 @@ import click
 
 from autoflash.errors import ExpressionError
 from autoflash.expression.expression import Role, of_line, parse
-from autoflash.problem import Cell, Feature, MaskTensor
+from autoflash.problem import Cell, Feature, MaskTensor, Pass
 from autoflash.search.presets import Asked
 
 P = ParamSpec("P")
@@ -77,6 +77,10 @@ def feature_options(command: Callable[Concatenate[Asked, P], R]) -> Callable[P, 
     )
     @click.option("--bool-mask", is_flag=True, help="With a tensor that says which pairs take part.")
     @click.option("--float-mask", is_flag=True, help="With a tensor that is added to the scores.")
+    @click.option("--alibi", is_flag=True, help="With scores that fall with the distance, by a slope of each head.")
+    @click.option("--alibi-gradient", is_flag=True, help="With slopes whose gradient the backward gives.")
+    @click.option("--bias", is_flag=True, help="With a tensor that is added to the scores and may have a gradient.")
+    @click.option("--bias-gradient", is_flag=True, help="With a bias whose gradient the backward gives.")
     @click.option("--sinks", is_flag=True, help="With a score of each head that has no key.")
     @click.option("--score-mod", type=Line(Role.SCORE_MOD), default="", metavar="LINE", help="Scores as it says.")
     @click.option("--mask-mod", type=Line(Role.MASK_MOD), default="", metavar="LINE", help="Keys as it says.")
@@ -84,8 +88,9 @@ def feature_options(command: Callable[Concatenate[Asked, P], R]) -> Callable[P, 
     @click.option("--varlen", is_flag=True, help="Sequences of different lengths, packed one after the other.")
     @functools.wraps(command)
     def with_asked(*args: P.args, **options: P.kwargs) -> R:
-        plain = ("window", "softcap", "dropout", "bool_mask", "float_mask", "sinks", "varlen")
-        names = (*plain, "score_mod", "mask_mod", "params_gradient")
+        names = ["window", "softcap", "dropout", "bool_mask", "float_mask", "alibi", "alibi_gradient"]
+        names += ["bias", "bias_gradient", "sinks", "varlen"]
+        names += ["score_mod", "mask_mod", "params_gradient"]
         return command(_asked(**{name: options.pop(name) for name in names}), *args, **options)  # type: ignore[arg-type]  # click has typed them
 
     return with_asked
@@ -108,6 +113,13 @@ def with_features(cell: Cell, names: tuple[str, ...]) -> Cell:
         raise click.UsageError("there is one mask tensor: bool_mask or float_mask, not both")
     if masks and Feature.VARLEN in features:
         raise click.UsageError(f"varlen and {masks[0].value}: packed sequences have no mask tensor")
+    if Feature.BIAS in features and Feature.VARLEN in features:
+        raise click.UsageError("varlen and bias: packed sequences have no bias")
+    for term, gradient in ((Feature.ALIBI, Feature.ALIBI_GRADIENT), (Feature.BIAS, Feature.BIAS_GRADIENT)):
+        if gradient in features and (term not in features or cell.op is Pass.FORWARD):
+            raise click.UsageError(
+                f"{gradient.value} is a feature of backward passes with {term.value}: name that as well"
+            )
     return dataclasses.replace(cell, features=features)
 
 
@@ -118,6 +130,10 @@ def _asked(
     dropout: float,
     bool_mask: bool,
     float_mask: bool,
+    alibi: bool,
+    alibi_gradient: bool,
+    bias: bool,
+    bias_gradient: bool,
     sinks: bool,
     varlen: bool,
     score_mod: str,
@@ -131,11 +147,18 @@ def _asked(
         raise click.UsageError("--varlen with --score-mod or --mask-mod: packed sequences have no expressions")
     if params_gradient and not score_mod:
         raise click.UsageError("--params-gradient needs a --score-mod")
+    bias = bias or bias_gradient
+    if varlen and bias:
+        raise click.UsageError("--varlen and --bias: packed sequences have no bias")
     return Asked(
         window=window or (None, None),
         softcap=softcap,
         dropout_p=dropout,
         mask_tensor=mask_tensor,
+        alibi=alibi or alibi_gradient,
+        alibi_gradient=alibi_gradient,
+        bias=bias,
+        bias_gradient=bias_gradient,
         sinks=sinks,
         score_mod=score_mod,
         mask_mod=mask_mod,

@@ -25,7 +25,14 @@ _SEQLEN = 384
 
 _WINDOW: dict[str, object] = {"window_left": 127, "window_right": 31}
 _PACKED: dict[str, object] = {"batch": 2, "packed_q": 2 * _SEQLEN, "packed_k": 2 * _SEQLEN}
-_SCORES: dict[str, object] = {"mask": Mask.CAUSAL, "window_left": 127, "softcap": 20.0, "dropout_p": 0.1, "sinks": True}
+_SCORES: dict[str, object] = {
+    "mask": Mask.CAUSAL,
+    "window_left": 127,
+    "softcap": 20.0,
+    "dropout_p": 0.1,
+    "sinks": True,
+    "alibi": True,
+}
 
 # A table of relative distances, and documents.
 _SCORE_MOD = "score_mod(n: int 0, t: float 2) = score + t[h, q_idx - kv_idx + n]"
@@ -41,10 +48,20 @@ FORMS: dict[str, dict[str, object]] = {
     Feature.BOOL_MASK.value: {"mask_tensor": MaskTensor.BOOL},
     Feature.MASK_MOD.value: {"mask_mod": _MASK_MOD},
     Feature.WINDOW.value: _WINDOW,
+    Feature.ALIBI.value: {"alibi": True},
+    Feature.ALIBI_GRADIENT.value: {"alibi": True, "alibi_gradient": True},
+    Feature.BIAS.value: {"bias": True},
+    Feature.BIAS_GRADIENT.value: {"bias": True, "bias_gradient": True},
     Feature.SINKS.value: {"sinks": True},
     Feature.DROPOUT.value: {"dropout_p": 0.1},
     Feature.PARAMS_GRADIENT.value: {"score_mod": _SCORE_MOD, "params_gradient": True},
-    "together": {**_SCORES, "score_mod": _SCORE_MOD, "mask_mod": _MASK_MOD, "mask_tensor": MaskTensor.FLOAT},
+    "together": {**_SCORES, "mask_tensor": MaskTensor.FLOAT, "bias": True, "bias_gradient": True},
+    "together_expressions": {
+        **_SCORES,
+        "score_mod": _SCORE_MOD,
+        "mask_mod": _MASK_MOD,
+        "mask_tensor": MaskTensor.FLOAT,
+    },
     "together_varlen": {**_SCORES, **_PACKED},
 }
 """What ``--feature`` may name: each mask, each feature, and as many of them as go together."""

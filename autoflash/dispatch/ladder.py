@@ -21,12 +21,16 @@ _MOST_HITS = 3
 _NEUTRAL = (
     Feature.SOFTCAP,
     Feature.SCORE_MOD,
+    Feature.ALIBI,
+    Feature.BIAS,
     Feature.FLOAT_MASK,
     Feature.BOOL_MASK,
     Feature.MASK_MOD,
     Feature.SINKS,
     Feature.DROPOUT,
     Feature.PARAMS_GRADIENT,
+    Feature.ALIBI_GRADIENT,
+    Feature.BIAS_GRADIENT,
 )
 
 

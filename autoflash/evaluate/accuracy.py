@@ -26,6 +26,9 @@ from autoflash.runtime.executable import Executable
 PLAIN = "plain"
 """Ordinary torch math in the same dtype: what there is where no backend can do the problem."""
 
+# What no backend of torch's does, or not on numbers that are given to it.
+_FOREIGN = {Feature.SOFTCAP, Feature.ALIBI, Feature.BIAS, Feature.SINKS, Feature.DROPOUT}
+
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -113,7 +116,7 @@ def accuracy_cases(problem: Problem) -> tuple[Case, ...]:
 def torch_errors(case: Case, device: str) -> dict[str, dict[str, float]]:
     """Largest errors by backend and output; computed once for all the kernels that are compared on a case.
 
-    A backend is left out where it cannot do the problem (softcap, expressions, sinks, or a dropout of given numbers),
+    A backend is left out where it cannot do the problem (softcap, expressions, terms, or a dropout of given numbers),
     raises, or gives elements that are not finite. Causal masks that are aligned to the bottom right and windows are
     given to it as a mask; key heads are repeated; packed sequences are computed one by one.
     """
@@ -123,8 +126,7 @@ def torch_errors(case: Case, device: str) -> dict[str, dict[str, float]]:
     semantics = Semantics.of_problem(problem, case.score_scale, expanded(inputs.extras, inputs.q, inputs.k))
     exact = {name: limit.exact for name, limit in wanted.limits}
     errors: dict[str, dict[str, float]] = {}
-    unknown = {Feature.SOFTCAP, Feature.SCORE_MOD, Feature.MASK_MOD, Feature.SINKS, Feature.DROPOUT}
-    usable = unknown.isdisjoint(problem.features) and not case.with_dlse
+    usable = _FOREIGN.isdisjoint(problem.features) and not case.with_dlse
     for name, backend in BACKENDS.items() if usable else ():
         results = _by_backend(backend, inputs, semantics, problem.op)
         found = {} if results is None else {key: _largest(results[key], exact[key]) for key in exact}

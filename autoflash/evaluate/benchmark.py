@@ -64,7 +64,7 @@ def make_call(executable: Executable, problem: Problem, device: Device, *, seed:
     if is_vendor:
         return lambda: backward(q, k, v, out, lse, dout)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    terms = TermGradients.unwritten(problem, extras)
+    terms = TermGradients.asked_by(problem, extras)
     return lambda: backward(q, k, v, out, lse, dout, None, dq, dk, dv, extras, terms)
 
 

@@ -12,7 +12,7 @@ from autoflash.device import Device
 from autoflash.evaluate.terms import draw_params
 from autoflash.expression.expression import Role
 from autoflash.problem import DType, MaskTensor, Pass, Problem
-from autoflash.runtime.layouts import TORCH_TYPES
+from autoflash.runtime.layouts import TORCH_TYPES, usual_bias_shape
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -28,6 +28,8 @@ class CallArguments(TypedDict, total=False):
     softcap: float
     dropout_p: float
     mask: Tensor
+    alibi_slopes: Tensor
+    bias: Tensor
     sinks: Tensor
     score_mod: str
     mask_mod: str
@@ -78,6 +80,17 @@ def call_arguments(problem: Problem, device: Device) -> CallArguments:
             for seqlen in (problem.seqlen_q, problem.seqlen_k)
         )
         arguments["max_seqlen_q"], arguments["max_seqlen_k"] = problem.seqlen_q, problem.seqlen_k
+    if problem.alibi:
+        arguments["alibi_slopes"] = torch.zeros(
+            problem.heads, device=device.torch_device, requires_grad=problem.alibi_gradient
+        )
+    if problem.bias:
+        arguments["bias"] = torch.zeros(
+            usual_bias_shape(problem),
+            dtype=torch_dtype(problem.dtype),
+            device=device.torch_device,
+            requires_grad=problem.bias_gradient,
+        )
     if problem.sinks:
         arguments["sinks"] = torch.zeros(problem.heads, device=device.torch_device)
     parameters = parameters_of(problem.score_mod, problem.mask_mod)

@@ -100,5 +100,9 @@ def _sum_to(last: int) -> int:
 def _extra_bytes(problem: Problem) -> int:
     pairs = problem.batch * problem.seqlen_q * problem.seqlen_k
     starts = 2 * 4 * (problem.batch + 1) if problem.is_varlen else 0
-    sinks = 4 * problem.heads if problem.sinks else 0
-    return pairs * mask_itemsize(problem) + starts + sinks + (16 if problem.dropout_p else 0)
+    terms = 4 * problem.heads * (problem.sinks + problem.alibi)
+    if problem.bias:
+        # Shared by the sequences, and written as a gradient too.
+        elements = problem.heads * problem.seqlen_q * problem.seqlen_k * (2 if problem.bias_gradient else 1)
+        terms += elements * problem.dtype.itemsize
+    return pairs * mask_itemsize(problem) + starts + terms + (16 if problem.dropout_p else 0)

@@ -91,6 +91,11 @@ def term_gradients(
     made = NO_TERMS
     if semantics.sinks is not None:
         made = made._replace(sinks=torch.zeros(q.shape[1], dtype=torch.float64, device=q.device))
+    if semantics.bias is not None:
+        made = made._replace(bias=torch.zeros(semantics.bias.shape, dtype=torch.float64, device=q.device))
+    if semantics.alibi_slopes is not None:
+        shape = semantics.alibi_slopes.shape
+        made = made._replace(alibi_slopes=torch.zeros(shape, dtype=torch.float64, device=q.device))
     sums = param_sums(semantics)
     for tile in tiles:
         rows = tile.block.rows
@@ -102,6 +107,11 @@ def term_gradients(
         if made.sinks is not None and tile.sinks is not None:
             share = torch.exp(tile.sinks - tile.lse.masked_fill(tile.lse == -math.inf, math.inf))
             made.sinks.sub_((share * delta).sum(dim=(0, 2, 3)))
+        if made.bias is not None:
+            add_shared(made.bias, tile.p * (dp - delta), tile.block)
+        if made.alibi_slopes is not None:
+            part = tile.p * (dp - delta) * semantics.distances(tile.block, q.device)
+            add_slopes(made.alibi_slopes[semantics.slopes_at(tile.block)], -part)
         if sums and semantics.modifiers is not None:
             ds = tile.p * (dp - delta)
             found = semantics.modifiers.gradients(tile.capped, tile.block.start, tile.barred, ds)
@@ -123,6 +133,20 @@ def params_of(gradients: Mapping[str, Tensor], semantics: Semantics) -> tuple[Te
     if semantics.modifiers is None or not gradients:
         return ()
     return tuple(gradients.get(name) for name in semantics.modifiers.params)
+
+
+def add_slopes(total: Tensor, parts: Tensor) -> None:
+    """Add parts [B, H, m, N] to sums [B, H], or [1, H] over all batch entries."""
+    each = parts.sum(dim=(2, 3))
+    total += each if total.shape[0] == each.shape[0] else each.sum(dim=0, keepdim=True)
+
+
+def add_shared(total: Tensor, ds: Tensor, block: Block) -> None:
+    """Add what belongs to the scores [B, H, m, N] of a block to a tensor, summed where its sizes are 1."""
+    dims = [dim for dim in range(4) if total.shape[dim] == 1 and ds.shape[dim] != 1]
+    part = ds.sum(dim=dims, keepdim=True) if dims else ds
+    target = total if total.shape[2] == 1 else total[:, :, block.within]
+    target += part
 
 
 def grouped(rows: Tensor, k: Tensor) -> Tensor:

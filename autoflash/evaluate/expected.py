@@ -17,9 +17,9 @@ from autoflash.evaluate.grid import Case
 from autoflash.evaluate.inputs import LOW, Inputs, draw, draw_flat
 from autoflash.evaluate.masks import draw_mask
 from autoflash.evaluate.semantics import Semantics
-from autoflash.evaluate.terms import draw_params, draw_sinks
+from autoflash.evaluate.terms import draw_bias, draw_params, draw_sinks, draw_slopes
 from autoflash.problem import Pass, Problem
-from autoflash.runtime.executable import Extras
+from autoflash.runtime.executable import NO_TERMS, SINGLE_TERMS, Extras, TermGradients
 
 _MAX_FACTOR, _MAX_FACTOR_WITH_SOFTCAP = 2.0, 3.0
 _MEAN_FACTORS = {torch.float16: 1.1, torch.bfloat16: 1.1, torch.float32: 3.0}
@@ -104,7 +104,7 @@ def expected(case: Case, device: str, has_lse: bool) -> Expected:
             ("dq", "dk", "dv"), right, errors, magnitudes, effects, strict=True
         )
     )
-    limits += _term_limits(problem, inputs, dlse, rounding, semantics, tiles)
+    limits += _term_limits(problem, inputs, dlse, rounding, semantics, tiles, factor)
     return Expected(inputs=inputs, out=out, lse=lse, limits=limits, lse_slack=torch.zeros_like(lse))
 
 
@@ -123,32 +123,39 @@ def _term_limits(
     rounding: Tensor,
     semantics: Semantics,
     tiles: Sequence[exact.Tile],
+    factor: float,
 ) -> tuple[tuple[str, Limit], ...]:
-    """Limits of the gradients of the terms that the problem asks for.
+    """Limits of the gradients of the terms that a problem asks for.
 
-    That of sinks is a sum in float32 over what a kernel is given: it errs by the rounding of that alone. Those of
-    parameters come from scores that a kernel made itself, in float32 whatever the inputs are.
+    Those of sinks and slopes are sums in float32 over what a kernel is given: they err by the rounding of that alone.
+    Those of parameters come from scores that a kernel made itself, in float32 whatever the inputs are.
     """
-    if not problem.sinks and not problem.params_gradient:
+    asked = TermGradients.asked_by(problem, inputs.extras)
+    if asked == NO_TERMS:
         return ()
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     right = exact.term_gradients(q, v, dout, dlse, semantics, tiles)
     effects = exact.term_gradients(q, v, torch.zeros_like(dout), rounding, semantics, tiles)
     magnitudes = yardstick.term_magnitudes(q, v, dout, dlse, semantics, tiles)
+    by_torch = yardstick.plain_term_gradients(q, k, v, dout, dlse, semantics)
     limits = []
-    if right.sinks is not None and effects.sinks is not None and magnitudes.sinks is not None:
-        none, nowhere = torch.zeros_like(right.sinks), torch.zeros_like(right.sinks, dtype=torch.bool)
-        effect = effects.sinks.abs()
-        limit = _limit(right.sinks, none, magnitudes.sinks, nowhere, 1.0, torch.float32, effect)
-        limits.append(("dsinks", limit))
+    for name in SINGLE_TERMS:
+        made = getattr(asked, name)
+        if made is None:
+            continue
+        formula, effect, terms = (getattr(gradients, name) for gradients in (right, effects, magnitudes))
+        is_sum = name == "sinks" or (name == "alibi_slopes" and not problem.tf32)
+        error = torch.zeros_like(formula) if is_sum else (getattr(by_torch, name) - formula).abs()
+        nowhere = torch.zeros_like(formula, dtype=torch.bool)
+        limits.append((f"d{name}", _limit(formula, error, terms, nowhere, factor, made.dtype, effect.abs(), sums=True)))
     if problem.params_gradient:
-        by_torch = yardstick.plain_term_gradients(q.float(), k.float(), v.float(), dout.float(), dlse, semantics)
-        asked = zip(right.params, by_torch.params, effects.params, magnitudes.params, strict=True)
-        for place, (formula, made, rounded, terms) in enumerate(asked):
-            if formula is None or made is None or rounded is None or terms is None:
+        in_float32 = yardstick.plain_term_gradients(q.float(), k.float(), v.float(), dout.float(), dlse, semantics)
+        each = zip(right.params, in_float32.params, effects.params, magnitudes.params, strict=True)
+        for place, (formula, plain, rounded, terms) in enumerate(each):
+            if formula is None or plain is None or rounded is None or terms is None:
                 continue
             nowhere = torch.zeros_like(formula, dtype=torch.bool)
-            error = (made.double() - formula).abs()
+            error = (plain.double() - formula).abs()
             limit = _limit(formula, error, terms, nowhere, _MAX_FACTOR_WITH_SOFTCAP, torch.float32, rounded.abs())
             limits.append((f"dparam_{place}", limit))
     return tuple(limits)
@@ -165,14 +172,16 @@ def draw_case(case: Case, device: str) -> Inputs:
         torch.tensor([0, *itertools.accumulate(length[side] for length in case.lengths)], dtype=torch.int32)
         for side in (0, 1)
     ]
+    sinks = draw_sinks(problem, around=LOW if case.low else 0.0, flat=case.flat, device=device)
+    slopes = draw_slopes(problem, own=case.own_slopes, flat=case.flat, device=device)
     extras = Extras(
         mask=None if case.mask is None else draw_mask(problem, case.mask, device=device),
         cu_seqlens_q=starts[0].to(device) if problem.is_varlen else None,
         cu_seqlens_k=starts[1].to(device) if problem.is_varlen else None,
         rng=None if case.rng is None else torch.tensor(case.rng, device=device),
-        sinks=draw_sinks(problem, around=LOW if case.low else 0.0, flat=case.flat, device=device)
-        if problem.sinks
-        else None,
+        sinks=sinks if problem.sinks else None,
+        alibi_slopes=slopes if problem.alibi else None,
+        bias=None if case.bias is None else draw_bias(problem, case.bias, device=device),
         params=draw_params(problem, device=device),
     )
     return dataclasses.replace(inputs, extras=extras)
@@ -186,6 +195,8 @@ def _limit(
     factor: float,
     dtype: torch.dtype,
     effect: Tensor | None = None,
+    *,
+    sums: bool = False,
 ) -> Limit:
     """Allowed errors: those of torch math in the same dtype times a factor, and a few roundings of the output.
 
@@ -193,14 +204,15 @@ def _limit(
     that a kernel computes: no kernel can do without that error.
 
     In float32, where right kernels differ by the order of their sums alone and few elements decide the largest error,
-    a few roundings of what is summed are allowed as well (``terms``, as :func:`yardstick.magnitude` gives them).
+    a few roundings of what is summed are allowed as well (``terms``, as :func:`yardstick.magnitude` gives them); and of
+    what is summed in float32, whatever that is rounded to (``sums``).
     """
     rounded = exact.to(dtype).double()
     # Each step is rounded to the output's dtype, but 0.3 itself is not: it differs between devices if torch does it.
     there = (rounded + 0.3).to(dtype).double()
     atol = 2.0 * _largest((there - 0.3).to(dtype).double() - rounded)
-    if dtype is torch.float32:
-        atol += _TERM_ROUNDINGS * torch.finfo(dtype).eps * _largest(terms)
+    if dtype is torch.float32 or sums:
+        atol += _TERM_ROUNDINGS * torch.finfo(torch.float32).eps * _largest(terms)
     # To the type of the inputs it goes with ds, and with the gradient.
     inherited = 1.0 + 2.0 * torch.finfo(dtype).eps
     return Limit(

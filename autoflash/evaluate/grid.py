@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autoflash.evaluate.inputs import Lengths, Memory
 from autoflash.evaluate.masks import MaskForm, Pattern
+from autoflash.evaluate.terms import BiasForm
 from autoflash.problem import Alignment, DType, Form, MaskTensor, Pass, Problem
 
 _MAX_HEADS = 8
@@ -48,6 +49,17 @@ _MASKS = (
     MaskForm(pattern=Pattern.NOTHING),
     MaskForm(pattern=Pattern.EVERYTHING),
 )
+_BIASES = (
+    BiasForm(),
+    BiasForm(own="hmn", dtype=DType.FP32),
+    BiasForm(own="bn"),
+    BiasForm(own="mn", memory=Memory.TRANSPOSED, has_holes=True),
+    BiasForm(own="hm", dtype=DType.BF16),
+    BiasForm(own="bmn", memory=Memory.STRIDED, has_holes=True),
+    BiasForm(own="", dtype=DType.FP16),
+)
+# In so many cases one has slopes for each batch entry.
+_SLOPES = 2
 _SOFTCAPS = (None, 12.0, 1.0, 30.0)
 _DROPOUTS = (None, 0.17, 0.9, 0.5, 0.01)
 
@@ -72,6 +84,8 @@ class Case:
         flat: All gradients have one size: see :func:`~autoflash.evaluate.inputs.draw_flat`.
         low: All scores lie far below 0.
         mask: What the problem's mask tensor hides, if it has one.
+        bias: What the problem's bias is like, if it has one.
+        own_slopes: Each batch entry or sequence has slopes of its own, if the problem has ALiBi.
         rng: Seed and offset of the problem's dropout, if it has one.
         lengths: Queries and keys of each sequence, where they are packed.
     """
@@ -84,6 +98,8 @@ class Case:
     flat: bool = False
     low: bool = False
     mask: MaskForm | None = None
+    bias: BiasForm | None = None
+    own_slopes: bool = False
     rng: tuple[int, int] | None = None
     lengths: Lengths = ()
 
@@ -96,8 +112,9 @@ class Case:
     def values(self) -> Case:
         """The case without what has no influence on the right results: equal cases have equal ones."""
         mask = None if self.mask is None else dataclasses.replace(self.mask, memory=Memory.DENSE)
+        bias = None if self.bias is None else dataclasses.replace(self.bias, memory=Memory.DENSE)
         problem = self.problem.replace(deterministic=False)
-        return dataclasses.replace(self, memory=Memory.DENSE, problem=problem, mask=mask)
+        return dataclasses.replace(self, memory=Memory.DENSE, problem=problem, mask=mask, bias=bias)
 
     def __str__(self) -> str:
         """For people, such as ``113x203 causal, heads 4/2, strided``."""
@@ -114,7 +131,8 @@ class Case:
         parts += [f"window {problem.window_left},{problem.window_right}"] if problem.has_window else []
         parts += [f"softcap {problem.softcap:g}"] if problem.softcap else []
         parts += [line for line in (problem.score_mod, problem.mask_mod) if line]
-        parts += [] if self.mask is None else [str(self.mask)]
+        parts += [str(form) for form in (self.mask, self.bias) if form is not None]
+        parts += ["slopes of each batch entry"] if self.own_slopes else []
         parts += [f"dropout {problem.dropout_p:g}"] if problem.dropout_p else []
         parts += [] if self.memory is Memory.DENSE else [self.memory.value]
         parts += [] if self.scale is None else [f"scale {self.scale}"]
@@ -139,7 +157,8 @@ def screen_cases(problem: Problem) -> tuple[Case, ...]:
         flat = _case(problem, 1, 2, flat=True, scale=_FLAT_SCALE, lengths=((1, 2),))
         bounds = {"window_left": 4, "window_right": 4} if problem.has_window else {}
         mask = MaskForm(pattern=Pattern.NOTHING)
-        cases.append(_with_features(dataclasses.replace(flat, problem=flat.problem.replace(**bounds)), 0, mask=mask))
+        flat = dataclasses.replace(flat, problem=flat.problem.replace(**bounds))
+        cases.append(_with_features(flat, 0, mask=mask, bias=BiasForm(is_zero=True)))
     return _checked(problem, cases)
 
 
@@ -269,9 +288,9 @@ def _irregular(problem: Problem) -> Case:
     if problem.is_varlen:
         lengths = ((0, 33), (113, 203), (1, 0), (64, 64), (5, 9), (0, 0))
         return _packed(problem, lengths, tail=(9, 4), with_dlse=True)
-    # A mask may be another one for each batch entry, and what an expression says.
-    differs = problem.mask_tensor is not MaskTensor.NONE or problem.score_mod or problem.mask_mod
-    batch = 2 if differs else 1
+    # A mask may be another one for each batch entry, and so may what an expression says; a bias the same.
+    differs = problem.mask_tensor is not MaskTensor.NONE or problem.bias or problem.alibi
+    batch = 2 if differs or problem.score_mod or problem.mask_mod else 1
     return _case(problem, 113, 203, batch=batch, with_dlse=True)
 
 
@@ -334,7 +353,7 @@ def _pack(case: Case, lengths: Lengths, tail: tuple[int, int]) -> Case:
     return dataclasses.replace(case, problem=problem, lengths=lengths)
 
 
-def _with_features(case: Case, number: int, *, mask: MaskForm | None = None) -> Case:
+def _with_features(case: Case, number: int, *, mask: MaskForm | None = None, bias: BiasForm | None = None) -> Case:
     """The case with values for the features of its problem: the ``number``-th of each list."""
     problem = case.problem
     window = _WINDOWS[number % len(_WINDOWS)]
@@ -350,9 +369,18 @@ def _with_features(case: Case, number: int, *, mask: MaskForm | None = None) -> 
             mask = dataclasses.replace(mask, dtype=None)
         if mask.pattern in (Pattern.PADDING, Pattern.EACH_BATCH):
             problem = problem.replace(batch=max(problem.batch, 2))
+    if problem.bias:
+        bias = bias or _BIASES[number % len(_BIASES)]
+        if "b" in bias.own and not bias.is_zero:
+            problem = problem.replace(batch=max(problem.batch, 2))
+    own_slopes = problem.alibi and number % _SLOPES == 0
+    if own_slopes and not case.flat:
+        problem = problem if problem.is_varlen else problem.replace(batch=max(problem.batch, 2))
     return dataclasses.replace(
         case,
+        own_slopes=own_slopes,
         problem=problem,
+        bias=bias if problem.bias else None,
         mask=None if problem.mask_tensor is MaskTensor.NONE else mask,
         rng=_RNGS[number % len(_RNGS)] if problem.dropout_p else None,
     )

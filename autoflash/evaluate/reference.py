@@ -1,8 +1,8 @@
 """The specification of attention: what every kernel is compared with. Float64, plain formulas, linear memory.
 
-A score is scale * (q . k); then softcap * tanh(score / softcap); then what a score_mod makes of it; then a float mask
-is added; then it is hidden where a bool mask or a mask_mod is False, or the key lies outside the causal mask or the
-window. Query i stands at position i + Sk - Sq among the keys (bottom-right), or at i (top-left). A sink is one more
+A score is scale * (q . k); then softcap * tanh(score / softcap); then what a score_mod makes of it; then ALiBi, bias
+and float mask are added; then it is hidden where a bool mask or a mask_mod is False, or the key lies outside the causal
+mask or the window. Query i stands at i + Sk - Sq among the keys (bottom-right), or at i (top-left). A sink is one more
 score of a row, without a key: the log-sum-exp contains it. A row that sees no key has output 0, log-sum-exp -inf (or
 its sink) and zero gradients. Dropout comes after the softmax; the log-sum-exp knows nothing of it.
 """
@@ -48,6 +48,8 @@ def attention(
     window: Window = ...,
     softcap: float | None = ...,
     mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     score_mod: Source = ...,
     mask_mod: Source = ...,
@@ -67,6 +69,8 @@ def attention(
     window: Window = ...,
     softcap: float | None = ...,
     mask: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     score_mod: Source = ...,
     mask_mod: Source = ...,
@@ -85,6 +89,8 @@ def attention(
     window: Window = None,
     softcap: float | None = 0.0,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     score_mod: Source = None,
     mask_mod: Source = None,
@@ -104,6 +110,8 @@ def attention(
         window: How many keys a query sees left and right of its position, both included; None or -1 has no bound.
         softcap: Bound that the scores approach; 0 or None for none.
         mask: Broadcastable to [B, H, M, N]: bool (True takes part), or numbers that are added to the scores.
+        bias: As a mask of numbers, but with a gradient.
+        alibi_slopes: [H] or [B, H]: slope * |position of the query - key| is taken from the scores.
         sinks: A score of each head without a key, [H]: it takes its share of the softmax, and is in the log-sum-exp.
         score_mod: An expression, as text or a lambda, that gives what takes the place of a score; see
             :mod:`autoflash.expression`.
@@ -129,6 +137,8 @@ def attention(
         window=window,
         softcap=softcap,
         mask=mask,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
         modifiers=Modifiers.of_call(score_mod, mask_mod, score_params, q.device),
         dropout_p=dropout_p,
@@ -150,6 +160,8 @@ def gradients(
     window: Window = None,
     softcap: float | None = 0.0,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     score_mod: Source = None,
     mask_mod: Source = None,
@@ -174,6 +186,8 @@ def gradients(
         window=window,
         softcap=softcap,
         mask=mask,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
         modifiers=Modifiers.of_call(score_mod, mask_mod, score_params, q.device),
         dropout_p=dropout_p,
@@ -194,6 +208,8 @@ def term_gradients(
     window: Window = None,
     softcap: float | None = 0.0,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     score_mod: Source = None,
     mask_mod: Source = None,
@@ -201,7 +217,7 @@ def term_gradients(
     dropout_p: float = 0.0,
     rng: Rng | None = None,
 ) -> TermGradients:
-    """As :func:`gradients`, by the terms that are given: a tuple with the name of each and None for the others."""
+    """As :func:`gradients`, by the terms that are given: a tuple with the name of each, in its shape; else None."""
     _check(q, k, v)
     semantics = Semantics.of(
         q,
@@ -211,12 +227,16 @@ def term_gradients(
         window=window,
         softcap=softcap,
         mask=mask,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
         modifiers=Modifiers.of_call(score_mod, mask_mod, score_params, q.device),
         dropout_p=dropout_p,
         rng=rng,
     )
-    return exact.term_gradients(q, v, dout, dlse, semantics, exact.tiles(q, k, semantics))
+    made = exact.term_gradients(q, v, dout, dlse, semantics, exact.tiles(q, k, semantics))
+    given = {"bias": bias, "alibi_slopes": alibi_slopes}
+    return _in_shape(made, {name: term for name, term in given.items() if term is not None})
 
 
 @overload
@@ -231,6 +251,7 @@ def attention_varlen(
     scale: float | None = ...,
     window: Window = ...,
     softcap: float | None = ...,
+    alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     rng: Rng | None = ...,
@@ -248,6 +269,7 @@ def attention_varlen(
     scale: float | None = ...,
     window: Window = ...,
     softcap: float | None = ...,
+    alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
     dropout_p: float = ...,
     rng: Rng | None = ...,
@@ -264,6 +286,7 @@ def attention_varlen(
     scale: float | None = None,
     window: Window = None,
     softcap: float | None = 0.0,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
@@ -281,6 +304,7 @@ def attention_varlen(
         scale: As in :func:`attention`, and so are the others. A dropout takes the sequence's number for the batch.
         window: See there.
         softcap: See there.
+        alibi_slopes: See there; B are the sequences.
         sinks: See there.
         dropout_p: See there.
         rng: See there.
@@ -297,6 +321,8 @@ def attention_varlen(
         window=window,
         softcap=softcap,
         mask=None,
+        bias=None,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
         dropout_p=dropout_p,
         rng=rng,
@@ -318,6 +344,7 @@ def gradients_varlen(
     scale: float | None = None,
     window: Window = None,
     softcap: float | None = 0.0,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
@@ -331,6 +358,8 @@ def gradients_varlen(
         window=window,
         softcap=softcap,
         mask=None,
+        bias=None,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
         dropout_p=dropout_p,
         rng=rng,
@@ -354,6 +383,7 @@ def term_gradients_varlen(
     scale: float | None = None,
     window: Window = None,
     softcap: float | None = 0.0,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
@@ -367,12 +397,15 @@ def term_gradients_varlen(
         window=window,
         softcap=softcap,
         mask=None,
+        bias=None,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
         dropout_p=dropout_p,
         rng=rng,
     ).packed(cu_seqlens_q, cu_seqlens_k)
     douts, dlses = dout.transpose(0, 1)[None], None if dlse is None else dlse[None]
-    return exact.term_gradients(packed[0], packed[2], douts, dlses, semantics, exact.tiles(*packed[:2], semantics))
+    made = exact.term_gradients(packed[0], packed[2], douts, dlses, semantics, exact.tiles(*packed[:2], semantics))
+    return _in_shape(made, {} if alibi_slopes is None else {"alibi_slopes": alibi_slopes})
 
 
 def plain(
@@ -385,6 +418,8 @@ def plain(
     window: Window = None,
     softcap: float | None = 0.0,
     mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     score_mod: Source = None,
     mask_mod: Source = None,
@@ -406,12 +441,19 @@ def plain(
         window=window,
         softcap=softcap,
         mask=mask,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
         sinks=sinks,
         modifiers=Modifiers.of_call(score_mod, mask_mod, score_params, q.device),
         dropout_p=dropout_p,
         rng=rng,
     )
     return yardstick.plain(q, k, v, semantics)
+
+
+def _in_shape(made: TermGradients, given: dict[str, Tensor]) -> TermGradients:
+    """The gradients in the shapes of the terms as they were given."""
+    return made._replace(**{name: getattr(made, name).view(term.shape) for name, term in given.items()})
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -63,6 +63,8 @@ class Semantics:
             causal mask.
         softcap: Scores become softcap * tanh(score / softcap); 0 leaves them alone.
         mask: [B, H, M, N], bool (True takes part) or added to the scores; None for none.
+        alibi_slopes: How much scores fall with each key of distance, [B, H] or [1, H]; None for none.
+        bias: Added to the scores, of rank 4: each size is that of [B, H, M, N] or 1; None for none.
         sinks: A score of each head without a key, [H]; None for none.
         modifiers: Expressions that modify the scores after the softcap, or say which keys take part; None for none.
         dropout_p: Share of the probabilities that are dropped.
@@ -76,6 +78,8 @@ class Semantics:
     right: int | None = None
     softcap: float = 0.0
     mask: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    bias: Tensor | None = None
     sinks: Tensor | None = None
     modifiers: Modifiers | None = None
     dropout_p: float = 0.0
@@ -96,28 +100,31 @@ class Semantics:
         mask: Tensor | None,
         dropout_p: float,
         rng: Rng | None,
+        alibi_slopes: Tensor | None = None,
+        bias: Tensor | None = None,
         sinks: Tensor | None = None,
         modifiers: Modifiers | None = None,
     ) -> Semantics:
         """From the arguments of :func:`autoflash.evaluate.reference.attention`.
 
         Raises:
-            InvalidProblemError: for a mask or sinks that do not fit q and k, a dropout without seed and offset, or a
-                negative window.
+            InvalidProblemError: for a mask, a bias or sinks that do not fit q and k, a dropout without seed and
+                offset, or a negative window.
             ValueError: if ``causal`` names no alignment.
         """
         if dropout_p and rng is None:
             raise InvalidProblemError("dropout needs rng: a seed and an offset")
+        shape = (*q.shape[:3], k.shape[2])
         if mask is not None:
-            try:
-                mask = mask.expand(*q.shape[:3], k.shape[2])
-            except RuntimeError:
-                wanted = [*q.shape[:3], k.shape[2]]
-                raise InvalidProblemError(
-                    f"mask must be broadcastable to [B, H, M, N] = {wanted}, got {list(mask.shape)}"
-                ) from None
+            mask = _of_rank_4("mask", mask, shape).expand(shape)
+        if bias is not None:
+            bias = _of_rank_4("bias", bias, shape)
         if sinks is not None and tuple(sinks.shape) != (q.shape[1],):
             raise InvalidProblemError(f"sinks must have shape [H] = [{q.shape[1]}], got {list(sinks.shape)}")
+        if alibi_slopes is not None:
+            if alibi_slopes.dim() not in (1, 2) or alibi_slopes.shape[-1] != q.shape[1]:
+                raise InvalidProblemError(f"alibi_slopes must have shape [H] or [B, H], got {list(alibi_slopes.shape)}")
+            alibi_slopes = alibi_slopes.view(-1, q.shape[1])
         left, right = (None if bound == -1 else bound for bound in window or (None, None))
         if min(left or 0, right or 0) < 0:
             raise InvalidProblemError(f"a side of window must be None, -1 (both unbounded) or at least 0, got {window}")
@@ -128,6 +135,8 @@ class Semantics:
             right=0 if causal else right,
             softcap=softcap or 0.0,
             mask=mask,
+            alibi_slopes=alibi_slopes,
+            bias=bias,
             sinks=sinks,
             modifiers=modifiers,
             dropout_p=dropout_p,
@@ -144,6 +153,8 @@ class Semantics:
             right=0 if problem.causal else problem.window_right,
             softcap=problem.softcap,
             mask=extras.mask,
+            alibi_slopes=extras.alibi_slopes,
+            bias=extras.bias,
             sinks=extras.sinks,
             modifiers=Modifiers.of_problem(problem, extras.params),
             dropout_p=problem.dropout_p,
@@ -199,6 +210,9 @@ class Semantics:
             mask = self.mask[:, :, block.within]
             masked = ~mask if mask.dtype is torch.bool else mask == -math.inf
             hidden = masked if hidden is None else hidden | masked
+        if self.bias is not None:
+            masked = self._bias_of(block) == -math.inf
+            hidden = masked if hidden is None else hidden | masked
         return hidden
 
     def capped(self, products: Tensor) -> Tensor:
@@ -221,10 +235,38 @@ class Semantics:
         """
         if self.modifiers is not None:
             s, hidden = self.modifiers.modified(s, block.start, hidden)
+        if self.alibi_slopes is not None:
+            wide = torch.promote_types(s.dtype, torch.float32)
+            fall = self._slopes_of(block).to(wide)[:, :, None, None] * self.distances(block, s.device)
+            s = (s - fall).to(s.dtype)
+        if self.bias is not None:
+            bias = self._bias_of(block)
+            s = (s + bias.masked_fill(bias == -math.inf, 0.0)).to(s.dtype)
         if self.mask is not None and self.mask.dtype is not torch.bool:
             mask = self.mask[:, :, block.within]
             s = (s + mask.masked_fill(mask == -math.inf, 0.0)).to(s.dtype)
         return s, hidden
+
+    def distances(self, block: Block, device: torch.device) -> Tensor:
+        """How far each key is from the query's position, [m, N]."""
+        positions = torch.arange(block.within.start, block.within.stop, device=device)[:, None] + block.diagonal
+        return (torch.arange(block.keys.stop - block.keys.start, device=device) - positions).abs()
+
+    def slopes_at(self, block: Block) -> slice:
+        """The rows of the slopes that belong to a block: one for each batch entry, or of one sequence, or of all."""
+        assert self.alibi_slopes is not None
+        is_own = self.starts_q is not None and self.alibi_slopes.shape[0] > 1
+        return slice(block.sequence, block.sequence + 1) if is_own else slice(None)
+
+    def _slopes_of(self, block: Block) -> Tensor:
+        """[B or 1, H]."""
+        assert self.alibi_slopes is not None
+        return self.alibi_slopes[self.slopes_at(block)]
+
+    def _bias_of(self, block: Block) -> Tensor:
+        """The bias of a block's rows, broadcastable to [B, H, m, N]."""
+        assert self.bias is not None
+        return self.bias if self.bias.shape[2] == 1 else self.bias[:, :, block.within]
 
     def slope(self, products: Tensor, block: Block, hidden: Tensor | None) -> Tensor | float:
         """Derivative of the scores by the products times scale."""
@@ -246,3 +288,13 @@ class Semantics:
             self.rng, self.dropout_p, batch, heads, block.within, keys, q.device, first_batch=block.sequence
         )
         return keep.double() / (1.0 - self.dropout_p)
+
+
+def _of_rank_4(name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A view of rank 4 that can be broadcast to [B, H, M, N]."""
+    sizes = (1,) * (4 - tensor.dim()) + tuple(tensor.shape)
+    if len(sizes) > 4 or any(size not in (1, full) for size, full in zip(sizes, shape, strict=True)):
+        raise InvalidProblemError(
+            f"{name} must be broadcastable to [B, H, M, N] = {list(shape)}, got {list(tensor.shape)}"
+        )
+    return tensor[(None,) * (4 - tensor.dim())]

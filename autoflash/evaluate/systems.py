@@ -103,7 +103,7 @@ def allocating_call(executable: Executable, problem: Problem, device: Device, se
         forward = executable.prepare_forward(problem, q, k, v, scale, extras)
         return lambda: forward(q, k, v, extras=extras)
     backward = executable.prepare_backward(problem, q, k, v, out, dout, scale, extras)
-    terms = TermGradients.unwritten(problem, extras)
+    terms = TermGradients.asked_by(problem, extras)
     return lambda: backward(q, k, v, out, lse, dout, extras=extras, terms=terms)
 
 

@@ -3,18 +3,67 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from autoflash.codegen.expressions import expression_of, parameters_of
+from autoflash.evaluate.inputs import Memory
 from autoflash.expression.nodes import Input, Kind, Parameter, Read, Variable, walk
-from autoflash.problem import Problem
+from autoflash.problem import DType, Problem
+from autoflash.runtime.layouts import TORCH_TYPES
 
 # Of a table whose index is no variable: odd, so that few blocks end where it does.
 _TABLE = 37
 # Integers that tables hold: few, so that equal ones are common.
 _LABELS = 5
+# Of a bias with holes.
+_HIDDEN_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasForm:
+    """A bias as far as a problem leaves it open.
+
+    Attributes:
+        own: The letters among ``bhmn`` of the dimensions that it has; it is shared over the others.
+        memory: How its elements lie.
+        dtype: Its type; None is the inputs' own.
+        has_holes: Some of its elements are -inf.
+        is_zero: All are 0.
+    """
+
+    own: str = "bhmn"
+    memory: Memory = Memory.DENSE
+    dtype: DType | None = None
+    has_holes: bool = False
+    is_zero: bool = False
+
+    def __str__(self) -> str:
+        """For people, such as ``bias hmn fp32 transposed``."""
+        parts = [self.own or "of one element", *([self.dtype.value] if self.dtype else [])]
+        parts += ["with holes"] if self.has_holes else []
+        return " ".join(["bias", *parts, *([] if self.memory is Memory.DENSE else [self.memory.value])])
+
+
+def draw_slopes(problem: Problem, *, own: bool, flat: bool, device: str) -> Tensor:
+    """The same slopes on every device, [B, H] if each batch entry or sequence has its own, else [1, H]; 0 if flat."""
+    heads = 0.5 ** (1.0 + torch.arange(problem.heads) % 5)
+    entries = torch.arange(problem.batch if own else 1)[:, None] % 7
+    slopes = heads * (1.0 - 0.25 * entries)
+    return (torch.zeros_like(slopes) if flat else slopes).to(device)
+
+
+def draw_bias(problem: Problem, form: BiasForm, *, device: str) -> Tensor:
+    """The same bias on every device, of rank 4 and not expanded."""
+    sizes = {"b": problem.batch, "h": problem.heads, "m": problem.seqlen_q, "n": problem.seqlen_k}
+    shape = [size if letter in form.own else 1 for letter, size in sizes.items()]
+    generator = torch.Generator().manual_seed(problem.seqlen_q * 43 + problem.seqlen_k)
+    bias = torch.zeros(shape) if form.is_zero else torch.randn(shape, generator=generator) * 2.0
+    if form.has_holes:
+        bias[torch.rand(shape, generator=generator) < _HIDDEN_SHARE] = -math.inf
+    return bias.to(device=device, dtype=TORCH_TYPES[form.dtype or problem.dtype])
 
 
 def draw_sinks(problem: Problem, *, around: float, flat: bool, device: str) -> Tensor:

@@ -14,7 +14,7 @@ from autoflash.evaluate.terms import draw_params
 from autoflash.problem import Form, MaskTensor, Pass, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.executable import Extras
-from autoflash.runtime.layouts import TORCH_TYPES
+from autoflash.runtime.layouts import TORCH_TYPES, usual_bias_shape
 from autoflash.variant import Choices, Family, Variant
 
 # A forward that any device can run: its output and LSE are what a backward is timed on.
@@ -86,6 +86,8 @@ def _extras(problem: Problem, generator: torch.Generator, dtype: torch.dtype, se
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         rng=torch.tensor([seed, 0], dtype=torch.int64, device=device) if problem.dropout_p else None,
+        alibi_slopes=torch.rand(1, problem.heads, generator=generator, device=device) if problem.alibi else None,
+        bias=_bias(problem, generator, dtype),
         sinks=torch.randn(problem.heads, generator=generator, device=device) if problem.sinks else None,
         params=draw_params(problem, device=str(device)),
     )
@@ -101,6 +103,13 @@ def _mask(problem: Problem, generator: torch.Generator, dtype: torch.dtype) -> T
     else:
         mask = torch.randn(shape, generator=generator, device=generator.device, dtype=dtype)
     return mask.expand(-1, problem.heads, -1, -1)
+
+
+def _bias(problem: Problem, generator: torch.Generator, dtype: torch.dtype) -> Tensor | None:
+    """One that all sequences share, as that of relative positions."""
+    if not problem.bias:
+        return None
+    return torch.randn(usual_bias_shape(problem), generator=generator, device=generator.device, dtype=dtype)
 
 
 def _shares(sequences: int, seed: int) -> list[float]:

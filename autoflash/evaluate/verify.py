@@ -214,7 +214,8 @@ def _place_inputs(executable: Executable, case: Case, wanted: Expected) -> dict[
     extras |= {f"param_{place}": tensor for place, tensor in enumerate(values.extras.params)}
     for name, tensor in extras.items():
         if tensor is not None:
-            placed[name] = Guarded(tensor, case.mask.memory if name == "mask" and case.mask else Memory.DENSE)
+            form = {"mask": case.mask, "bias": case.bias}.get(name)
+            placed[name] = Guarded(tensor, Memory.DENSE if form is None else form.memory)
     if case.problem.op is Pass.BACKWARD:
         placed["out"] = Guarded(wanted.out.to(values.q.dtype), memory)
         placed["lse"] = Guarded(wanted.lse.float(), Memory.DENSE)
@@ -232,7 +233,7 @@ def _place_outputs(executable: Executable, case: Case, wanted: Expected) -> dict
     if case.problem.op is Pass.BACKWARD:
         models = {"dq": values.q, "dk": values.k, "dv": values.v}
         placed = {name: Guarded.unwritten(model, memory) for name, model in models.items()}
-        terms = TermGradients.unwritten(case.problem, values.extras).present
+        terms = TermGradients.asked_by(case.problem, values.extras).present
         return placed | {f"d{name}": Guarded.unwritten(term, Memory.DENSE) for name, term in terms.items()}
     return {
         "out": Guarded.unwritten(values.dout, memory),
@@ -253,7 +254,7 @@ def _launch(
         results = forward(q, k, v, out=written.get("out"), lse=written.get("lse"), extras=extras)
         return dict(zip(("out", "lse"), results, strict=True))
     out, dout = given["out"], given["dout"]
-    terms = TermGradients.unwritten(case.problem, extras)
+    terms = TermGradients.asked_by(case.problem, extras)
     terms = TermGradients(
         **{name: written.get(f"d{name}", getattr(terms, name)) for name in SINGLE_TERMS},
         params=tuple(written.get(f"dparam_{place}", term) for place, term in enumerate(terms.params)),

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from autoflash.evaluate.exact import Tile, Triple, grouped, param_sums, params_of, ungrouped
+from autoflash.evaluate.exact import Tile, Triple, add_shared, add_slopes, grouped, param_sums, params_of, ungrouped
 from autoflash.evaluate.semantics import Semantics
 from autoflash.runtime.executable import NO_TERMS, SINGLE_TERMS, TermGradients
 
@@ -143,6 +143,11 @@ def term_magnitudes(
     made = NO_TERMS
     if semantics.sinks is not None:
         made = made._replace(sinks=torch.zeros(q.shape[1], dtype=torch.float64, device=q.device))
+    if semantics.bias is not None:
+        made = made._replace(bias=torch.zeros(semantics.bias.shape, dtype=torch.float64, device=q.device))
+    if semantics.alibi_slopes is not None:
+        shape = semantics.alibi_slopes.shape
+        made = made._replace(alibi_slopes=torch.zeros(shape, dtype=torch.float64, device=q.device))
     sums = param_sums(semantics)
     for tile in tiles:
         rows = tile.block.rows
@@ -153,9 +158,14 @@ def term_magnitudes(
             delta += dlse[:, :, rows, None].abs()
         if made.sinks is not None and tile.sinks is not None:
             share = torch.exp(tile.sinks - tile.lse.masked_fill(tile.lse == -math.inf, math.inf))
-            made.sinks.add_(
-                (share * (1.0 + tile.lse.abs() + tile.sinks.abs()) * delta).nan_to_num(0.0).sum(dim=(0, 2, 3))
-            )
+            terms = 1.0 + tile.lse.abs() + tile.sinks.abs()
+            made.sinks.add_((share * terms * delta).nan_to_num(0.0).sum(dim=(0, 2, 3)))
+        if made.bias is not None:
+            add_shared(made.bias, tile.p * (1.0 + _terms(tile, semantics)) * (dp + delta), tile.block)
+        if made.alibi_slopes is not None:
+            part = tile.p * (1.0 + _terms(tile, semantics)) * (dp + delta)
+            part = part * semantics.distances(tile.block, q.device)
+            add_slopes(made.alibi_slopes[semantics.slopes_at(tile.block)], part)
         if sums and semantics.modifiers is not None:
             ds = tile.p * (1.0 + _terms(tile, semantics)) * (dp + delta)
             found = semantics.modifiers.magnitudes(tile.capped, tile.block.start, tile.barred, ds)
@@ -167,7 +177,8 @@ def term_magnitudes(
 def _terms(tile: Tile, semantics: Semantics) -> Tensor:
     """What the terms of each score add up to, [B, H, m, N]."""
     terms = ungrouped(tile.queries.abs() @ tile.keys.abs().mT, tile.scores) * abs(semantics.scale)
-    if semantics.softcap or semantics.mask is not None or semantics.modifiers is not None:
+    added = (semantics.mask, semantics.bias, semantics.alibi_slopes, semantics.modifiers)
+    if semantics.softcap or any(x is not None for x in added):
         # The cap takes on little of the products' rounding where it is near; the sum with a mask is rounded again.
         terms = terms * _steepness(tile) + tile.scores.abs()
     if semantics.modifiers is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,15 +14,15 @@ from autoflash.problem import Alignment, Feature, Form, MaskTensor, Problem
 from autoflash.runtime import dropout
 from autoflash.runtime.executable import Extras
 from autoflash.runtime.launch import Constant, Number, NumberArgument, TensorArgument
-from autoflash.runtime.layouts import MaskOperand, Operand, reach
-from autoflash.runtime.params import ParamOperand, as_kernels_read, param_operands, usual_params
+from autoflash.runtime.layouts import MaskOperand, Operand, reach, usual_bias_shape
+from autoflash.runtime.params import ParamOperand, as_kernels_read, has_params, param_operands, usual_params
 
 _LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedMask(Operand):
-    """A mask tensor among the operands of a call.
+    """A mask tensor or a bias among the operands of a call.
 
     Attributes:
         mask: What its kernels look at.
@@ -57,16 +57,13 @@ class PlacedParam(Operand):
     param: ParamOperand
 
 
-def feature_arguments(
-    problem: Problem, scale: float, placed: Operand | None, params: Sequence[ParamOperand], padding: int
-) -> FeatureArguments:
+def feature_arguments(problem: Problem, scale: float, placed: Mapping[str, Operand], padding: int) -> FeatureArguments:
     """What the kernels that visit tiles are given.
 
     Args:
         problem: Of any form; without features, nothing is added.
         scale: Factor of the scores.
-        placed: The mask tensor, if the problem has one.
-        params: What the problem's expressions read.
+        placed: The operands of the call; the mask tensor, the bias and the parameters among them are looked at.
         padding: Rows that the workspaces of packed sequences are padded to.
     """
     tensors: list[tuple[str, TensorArgument]] = []
@@ -75,12 +72,18 @@ def feature_arguments(
     features = problem.features
     if Feature.SOFTCAP in features:
         numbers.append((NumberArgument(name="steepness", type="fp32"), scale / problem.softcap))
-    if isinstance(placed, PlacedMask):
-        mask = placed.mask
-        tensors.append(("mask", TensorArgument(name="mask_ptr", dtype=mask.dtype, aligned=mask.is_aligned)))
-        numbers += mask.numbers().items()
-        constants |= mask.constants()
-    for param in params:
+    for name in ("mask", "bias"):
+        operand = placed.get(name)
+        if isinstance(operand, PlacedMask):
+            mask = operand.mask
+            tensors.append((name, TensorArgument(name=f"{name}_ptr", dtype=mask.dtype, aligned=mask.is_aligned)))
+            numbers += mask.numbers().items()
+            constants |= mask.constants()
+    if Feature.ALIBI in features:
+        tensors.append(("slopes", TensorArgument(name="slopes_ptr", dtype="fp32", aligned=False)))
+        slopes = placed.get("slopes")
+        numbers.append((NumberArgument(name="stride_slopes_b"), 0 if slopes is None else slopes.strides[0]))
+    for param in placed_params(placed.values()):
         tensors.append((param.name, param.tensor))
         numbers += param.numbers().items()
         constants |= param.constants()
@@ -121,7 +124,7 @@ def diagonal(problem: Problem) -> int:
 
 
 def mask_operands(problem: Problem, extras: Extras) -> dict[str, Operand]:
-    """How the mask and the parameters of a call lie, as far as the problem has some.
+    """How the mask, the bias and the parameters of a call lie, as far as the problem has them.
 
     Raises:
         InvalidProblemError: if a tensor is missing that a feature of the problem looks at.
@@ -132,30 +135,54 @@ def mask_operands(problem: Problem, extras: Extras) -> dict[str, Operand]:
         "cu_seqlens_q": problem.is_varlen,
         "cu_seqlens_k": problem.is_varlen,
         "sinks": problem.sinks,
+        "bias": problem.bias,
+        "alibi_slopes": problem.alibi,
     }
     missing = [name for name, is_wanted in wanted.items() if is_wanted and getattr(extras, name) is None]
     if missing:
         raise InvalidProblemError(f"{' and '.join(missing)} must be given to a kernel of {Form.of(problem)}")
-    placed: dict[str, Operand] = {param.name: _placed_param(param) for param in param_operands(problem, extras)}
-    return placed | ({"mask": _placed(extras.mask)} if wanted["mask"] and extras.mask is not None else {})
+    given = {"mask": extras.mask, "bias": extras.bias}
+    placed: dict[str, Operand] = {name: _placed(x, name) for name, x in given.items() if wanted[name] and x is not None}
+    if problem.alibi and extras.alibi_slopes is not None:
+        stride = slopes_stride(problem, extras)
+        placed["slopes"] = Operand(shape=tuple(extras.alibi_slopes.shape), strides=(stride, 1), is_dense=False)
+    return placed | {param.name: _placed_param(param) for param in param_operands(problem, extras)}
+
+
+def slopes_stride(problem: Problem, extras: Extras) -> int:
+    """From the slopes of one batch entry to those of the next, in elements."""
+    slopes = extras.alibi_slopes
+    return 0 if slopes is None or slopes.shape[0] == 1 else problem.heads
+
+
+def knows_layouts(problem: Problem, extras: Extras) -> bool:
+    """Whether there is each tensor whose layout decides which kernels a problem needs."""
+    has_mask = problem.mask_tensor is MaskTensor.NONE or extras.mask is not None
+    has_all_params = bool(extras.params) or not has_params(problem)
+    return has_mask and has_all_params and (not problem.bias or extras.bias is not None)
 
 
 def usual_masks(problem: Problem) -> dict[str, Operand]:
-    """As :func:`mask_operands`, of a mask that is not at hand."""
-    params: dict[str, Operand] = {param.name: _placed_param(param) for param in usual_params(problem)}
-    mask = MaskOperand.usual(problem)
-    if mask is None:
-        return params
+    """As :func:`mask_operands`, of what is not at hand."""
     shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
-    return params | {"mask": PlacedMask(shape=shape, strides=mask.strides, is_dense=mask.is_aligned, mask=mask)}
+    usual = {
+        "mask": (MaskOperand.usual(problem), shape),
+        "bias": (MaskOperand.usual_bias(problem), usual_bias_shape(problem)),
+    }
+    params: dict[str, Operand] = {param.name: _placed_param(param) for param in usual_params(problem)}
+    return params | {
+        name: PlacedMask(shape=sizes, strides=mask.strides, is_dense=mask.is_aligned, mask=mask)
+        for name, (mask, sizes) in usual.items()
+        if mask is not None
+    }
 
 
 def in_order(extras: Extras) -> tuple[Tensor | None, ...]:
     """The tensors of the features as :data:`backward_plan.TENSORS` has them; kernels read a bool mask as bytes."""
-    mask = extras.mask
+    mask, params = extras.mask, as_kernels_read(extras.params)
     if mask is not None and mask.dtype is torch.bool:
         mask = mask.view(torch.uint8)
-    return mask, extras.rng, extras.cu_seqlens_q, extras.cu_seqlens_k, *as_kernels_read(extras.params)
+    return mask, extras.bias, extras.alibi_slopes, extras.rng, extras.cu_seqlens_q, extras.cu_seqlens_k, *params
 
 
 def _lengths(name: str) -> tuple[str, TensorArgument]:
@@ -171,6 +198,6 @@ def _placed_param(param: ParamOperand) -> PlacedParam:
     return PlacedParam(shape=param.sizes, strides=param.strides, is_dense=False, param=param)
 
 
-def _placed(mask: Tensor) -> PlacedMask:
-    seen = Operand.of(mask)
-    return PlacedMask(shape=seen.shape, strides=seen.strides, is_dense=seen.is_dense, mask=MaskOperand.of(mask))
+def _placed(mask: Tensor, name: str) -> PlacedMask:
+    seen, looked_at = Operand.of(mask), MaskOperand.of(mask, name)
+    return PlacedMask(shape=seen.shape, strides=seen.strides, is_dense=seen.is_dense, mask=looked_at)

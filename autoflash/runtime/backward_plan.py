@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,13 +21,20 @@ from autoflash.space.cost import column_blocks, splits_heads
 from autoflash.variant import Choices, Variant
 
 _PLAIN_TENSORS = ("q", "k", "v", "out", "lse", "dout", "dlse", "log2_sum", "delta", "acc", "dq", "dk", "dv")
-TENSORS = (*_PLAIN_TENSORS, "mask", "rng", "cu_q", "cu_k")
-"""Every tensor of a backward call but the parameters of expressions, which follow in their order; a step names those
-that it takes by their position here."""
+TENSORS = (*_PLAIN_TENSORS, "mask", "bias", "slopes", "rng", "cu_q", "cu_k", "dbias", "dslopes")
+"""Every tensor of a backward call but the parameters of expressions, which come before ``dbias``; a step names those
+that it takes by their position among them all."""
+
+_GIVEN = TENSORS.index("dbias")
 
 # The kernels before and after move memory: a tile of 8192 elements keeps 4 warps busy and few registers.
 _STREAM_ELEMENTS = 8192
 _STREAM_WARPS = 4
+
+# The kernels of the gradients of terms: four tiles of 16 KiB fit every class of shared memory.
+_TERM_BYTES = 16 * 1024
+_TERM_ROWS = 64
+_TERM_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +43,7 @@ class Step:
 
     Attributes:
         plan: What is compiled.
-        tensors: Positions in :data:`TENSORS` and behind, in the order of the plan.
+        tensors: Positions in :data:`TENSORS` with the parameters, in the order of the plan.
         layouts: Of the tensors that are passed as descriptors; None for the others.
         numbers: In the order of the plan.
         programs: How many are launched.
@@ -83,18 +91,34 @@ def backward_steps(
     Args:
         problem: With at least one query and one key.
         variant: Of the Triton family, backward.
-        operands: How q, k, v, out, dout, dq, dk, dv and, if the problem has one, the mask lie in memory.
+        operands: How q, k, v, out, dout, dq, dk, dv and, if the problem has them, the mask and the bias lie in memory.
         scale: Factor of the scores.
         has_dlse: LSE was used, and its gradient is given.
     """
     planner = _Planner(problem, variant, operands, scale)
     first = planner.preprocess(has_dlse)
+    terms = [planner.bias()] if problem.bias_gradient else []
+    terms += [planner.slopes()] if problem.alibi_gradient else []
     loop_order = variant.structure.text("loop_order")
     if loop_order == "split":
-        return first, planner.keys(), planner.queries()
+        return first, planner.keys(), planner.queries(), *terms
     if loop_order == "fused":
-        return first, planner.fused()
-    return first, planner.keys(), planner.postprocess()
+        return first, planner.fused(), *terms
+    return first, planner.keys(), planner.postprocess(), *terms
+
+
+def bias_sums_shape(problem: Problem, bias: Sequence[int]) -> tuple[int, ...] | None:
+    """Of the float32 sums of each head that a kernel leaves of a gradient of this shape; None where it leaves none."""
+    heads = (problem.batch, problem.heads)
+    if bias[3] != problem.seqlen_k:
+        return (*heads, problem.seqlen_q, 1)
+    return None if bias[2] == problem.seqlen_q else (*heads, 1, problem.seqlen_k)
+
+
+def slopes_sums_shape(problem: Problem, variant: Variant) -> tuple[int, int, int]:
+    """Of the float32 shares of the gradient of the slopes, [B, H, tiles]; packed sequences have one each."""
+    tiles = 1 if problem.is_varlen else -(-problem.seqlen_q // _term_rows(problem, variant))
+    return problem.batch, problem.heads, tiles
 
 
 def _row_knobs(variant: Variant) -> tuple[str, ...]:
@@ -112,7 +136,15 @@ def _stream_rows(problem: Problem) -> int:
 
 def _padding(problem: Problem, variant: Variant) -> int:
     """Rows of the largest tile of queries of any kernel; all are powers of two."""
-    return max(_stream_rows(problem), *(variant.config.number(name) for name in _row_knobs(variant)))
+    terms = [_term_rows(problem, variant)] if problem.bias_gradient or problem.alibi_gradient else []
+    return max(_stream_rows(problem), *terms, *(variant.config.number(name) for name in _row_knobs(variant)))
+
+
+def _term_rows(problem: Problem, variant: Variant) -> int:
+    """Rows of each of the four tiles of vectors in a kernel of the gradient of a term: of so many bytes at most."""
+    widest = max(sum(column_blocks(width, variant.structure)) for width in (problem.head_dim, problem.head_dim_v))
+    rows = min(_TERM_ROWS, _TERM_BYTES // (widest * problem.dtype.itemsize))
+    return max(16, 1 << (rows.bit_length() - 1))
 
 
 def _slots(problem: Problem, length: int, rows: int) -> int:
@@ -138,13 +170,14 @@ class _Planner:
         self._is_key_outer = variant.structure.text("loop_order") == "key_outer"
         self._padded_q = padded_rows(problem, variant)
         self._stream_rows = _stream_rows(problem)
+        self._term_rows = _term_rows(problem, variant)
+        self._slopes_sums = slopes_sums_shape(problem, variant)
         # The kernels before and after hold vectors in one tile, whatever the others do.
         self._widths = width_constants(problem, Choices())
         padding = _padding(problem, variant)
+        self._features = backward_features.feature_arguments(problem, scale, operands, padding)
         params = backward_features.placed_params(operands.values())
-        mask = operands.get("mask")
-        self._features = backward_features.feature_arguments(problem, scale, mask, params, padding)
-        self._names = (*TENSORS, *(param.name for param in params))
+        self._names = (*TENSORS[:_GIVEN], *(param.name for param in params), *TENSORS[_GIVEN:])
         self._packing = backward_features.packed_arguments(problem, padding)
         fills = not problem.is_varlen
         even_m = fills and all(problem.seqlen_q % self._config.number(name) == 0 for name in _row_knobs(variant))
@@ -263,6 +296,64 @@ class _Planner:
             1,
         )
 
+    def bias(self) -> Step:
+        """The gradient of the bias, or the sums of each head that make it up."""
+        problem, rows = self._problem, self._term_rows
+        shape = self._operands["bias"].shape
+        owns_rows, owns_columns = shape[2] == problem.seqlen_q, shape[3] == problem.seqlen_k
+        tiles_m, tiles_n = -(-problem.seqlen_q // rows), -(-problem.seqlen_k // rows)
+        if owns_rows and owns_columns:
+            programs = shape[0] * shape[1] * tiles_m * tiles_n
+        else:
+            programs = problem.batch * problem.heads * (tiles_n if owns_columns else tiles_m)
+        repeats_h = problem.heads // shape[1]
+        return self._step(
+            "backward_bias",
+            [
+                *self._inputs(rows, rows),
+                *self._row_inputs(),
+                _Use(tensor="dbias", parameter="dbias_ptr"),
+                *self._feature_inputs(),
+            ],
+            [
+                *self._shared_numbers,
+                (NumberArgument(name="bias_heads"), shape[1]),
+                (NumberArgument(name="repeats"), problem.batch // shape[0] * repeats_h),
+                (NumberArgument(name="repeats_h"), repeats_h),
+            ],
+            self._shared_constants | self._term_tile() | {"OWN_ROWS": owns_rows, "OWN_COLUMNS": owns_columns},
+            programs,
+            _TERM_WARPS,
+            1,
+        )
+
+    def slopes(self) -> Step:
+        """Shares of the gradient of the slopes of ALiBi."""
+        return self._step(
+            "backward_slopes",
+            [
+                *self._inputs(self._term_rows, self._term_rows),
+                *self._row_inputs(),
+                _Use(tensor="dslopes", parameter="dslopes_ptr"),
+                *self._feature_inputs(),
+            ],
+            self._shared_numbers,
+            self._shared_constants | self._term_tile(),
+            math.prod(self._slopes_sums),
+            _TERM_WARPS,
+            1,
+        )
+
+    def _term_tile(self) -> dict[str, Constant]:
+        problem, rows = self._problem, self._term_rows
+        fills = not problem.is_varlen
+        return {
+            "BLOCK_M": rows,
+            "BLOCK_N": rows,
+            "EVEN_M": fills and problem.seqlen_q % rows == 0,
+            "EVEN_N": fills and problem.seqlen_k % rows == 0,
+        }
+
     def _tiles(self, length: int, rows: int) -> int:
         return _slots(self._problem, length, rows)
 
@@ -309,6 +400,13 @@ class _Planner:
         for use in uses:
             if use.tensor in given:
                 tensors.append(given[use.tensor])
+                layouts.append(None)
+                continue
+            if use.tensor == "dbias":
+                # Of the bias' own type where it is the gradient itself.
+                is_done = bias_sums_shape(self._problem, self._operands["bias"].shape) is None
+                dtype = given["bias"].dtype if is_done else "fp32"
+                tensors.append(TensorArgument(name=use.parameter, dtype=dtype, aligned=False))
                 layouts.append(None)
                 continue
             operand = self._operands.get(use.tensor)

@@ -7,7 +7,7 @@ timed is what runs. Tensors are always views of layout [B, H, S, D]; their strid
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,6 +29,9 @@ class Extras(NamedTuple):
         cu_seqlens_q, cu_seqlens_k: Where packed sequences begin, and the end of the last: [B + 1], int32, contiguous.
         rng: Seed and offset of the dropout, [2], int64, contiguous, on the device.
         sinks: A score of each head without a key, [H], float32, contiguous.
+        bias: Added to the scores after the softcap, fp16, bf16 or fp32; of rank 4, and not expanded: each size is that
+            of [B, H, M, N], or 1.
+        alibi_slopes: [B, H] or [1, H], float32, contiguous; of packed sequences, B is their number.
         params: What the problem's expressions read, by name: float32, int32 or bool, with the strides that the call
             was prepared with.
     """
@@ -38,6 +41,8 @@ class Extras(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     rng: Tensor | None = None
     sinks: Tensor | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
     params: tuple[Tensor, ...] = ()
 
     @property
@@ -69,23 +74,30 @@ class TermGradients(NamedTuple):
 
     Attributes:
         sinks: [H], float32, contiguous.
+        bias: Of the bias' shape and type, contiguous: summed over what it is broadcast over.
+        alibi_slopes: Of the shape of the slopes, float32, contiguous.
         params: One for each of the parameters, of its shape, float32 and contiguous, or None; empty where none is
             wanted.
     """
 
     sinks: Tensor | None = None
+    bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
     params: tuple[Tensor | None, ...] = ()
 
     @classmethod
-    def unwritten(cls, problem: Problem, extras: Extras) -> TermGradients:
+    def unwritten(cls, extras: Extras, names: Container[str]) -> TermGradients:
+        """Gradients of the terms of these names, to be written."""
+        terms = {name: getattr(extras, name) for name in cls._fields if name in names}
+        return cls(**{name: term.new_empty(term.shape) for name, term in terms.items()})
+
+    @classmethod
+    def asked_by(cls, problem: Problem, extras: Extras) -> TermGradients:
         """All that a problem may ask for, to be written."""
-        made = NO_TERMS
-        if problem.sinks and extras.sinks is not None:
-            made = made._replace(sinks=torch.empty_like(extras.sinks))
-        if problem.params_gradient:
-            wanted = [tensor.dtype.is_floating_point for tensor in extras.params]
-            made = made._replace(params=unwritten_params(extras, wanted))
-        return made
+        asked = {"sinks": problem.sinks, "bias": problem.bias_gradient, "alibi_slopes": problem.alibi_gradient}
+        made = cls.unwritten(extras, [name for name, is_asked in asked.items() if is_asked])
+        wanted = [problem.params_gradient and tensor.dtype.is_floating_point for tensor in extras.params]
+        return made._replace(params=unwritten_params(extras, wanted))
 
     @property
     def present(self) -> dict[str, Tensor]:

@@ -64,24 +64,27 @@ class Operand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MaskOperand:
-    """A mask tensor [B, H, M, N] of a call as far as its kernels look at it.
+    """A mask tensor or bias [B, H, M, N] of a call as far as its kernels look at it.
 
     Attributes:
+        name: ``mask`` or ``bias``, by which kernels call it.
         dtype: As kernels name it; they read a boolean mask as bytes.
         strides: In elements, 0 where there is one element.
         is_aligned: The address and the strides but the last are multiples of 16 bytes.
     """
 
+    name: str
     dtype: str
     strides: tuple[int, ...]
     is_aligned: bool
 
     @classmethod
-    def of(cls, mask: Tensor) -> MaskOperand:
-        """Look at a mask."""
+    def of(cls, mask: Tensor, name: str = "mask") -> MaskOperand:
+        """Look at a mask or bias."""
         strides = Operand.of(mask).kernel_strides()
         places = (mask.data_ptr(), *(stride * mask.element_size() for stride in strides[:3]))
         return cls(
+            name=name,
             dtype=_MASK_TYPES[mask.dtype],
             strides=strides,
             is_aligned=all(place % ALIGNMENT_BYTES == 0 for place in places),
@@ -96,6 +99,13 @@ class MaskOperand:
         shape = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
         return cls.of(torch.empty(shape, dtype=torch.bool if is_bool else TORCH_TYPES[problem.dtype], device="meta"))
 
+    @classmethod
+    def usual_bias(cls, problem: Problem) -> MaskOperand | None:
+        """Likewise of a bias: one that all sequences share."""
+        if not problem.bias:
+            return None
+        return cls.of(torch.empty(usual_bias_shape(problem), dtype=TORCH_TYPES[problem.dtype], device="meta"), "bias")
+
     @property
     def has_rows(self) -> bool:
         """Whether queries have rows of their own; else one row serves them all."""
@@ -103,18 +113,23 @@ class MaskOperand:
 
     def constants(self) -> dict[str, Constant]:
         """What kernels are compiled with."""
-        constants: dict[str, Constant] = {"MASK_HAS_ROWS": self.has_rows}
-        return constants | ({"stride_mask_n": 1} if self.strides[3] == 1 else {})
+        constants: dict[str, Constant] = {f"{self.name.upper()}_HAS_ROWS": self.has_rows}
+        return constants | ({f"stride_{self.name}_n": 1} if self.strides[3] == 1 else {})
 
     def numbers(self) -> dict[NumberArgument, Number]:
         """The strides that kernels are given at launch, in the order of their parameters."""
         multiple_of = ALIGNMENT_BYTES // _MASK_BYTES[self.dtype] if self.is_aligned else 1
         arguments = [
-            NumberArgument(name=f"stride_mask_{dim}", type="i64", multiple_of=1 if dim == "n" else multiple_of)
+            NumberArgument(name=f"stride_{self.name}_{dim}", type="i64", multiple_of=1 if dim == "n" else multiple_of)
             for dim in "bhmn"
         ]
         given = zip(arguments, self.strides, strict=True)
         return {argument: stride for argument, stride in given if argument.name not in self.constants()}
+
+
+def usual_bias_shape(problem: Problem) -> tuple[int, int, int, int]:
+    """What a bias is taken to be where none is at hand."""
+    return 1, problem.heads, problem.seqlen_q, problem.seqlen_k
 
 
 def reach(problem: Problem) -> tuple[int, int]:

@@ -23,6 +23,23 @@ def sinks_gradient(sinks: Tensor, lse: Tensor, delta: Tensor, into: Tensor) -> N
     torch.sum((shares * -delta).masked_fill_(shares == 0.0, 0.0), dim=(0, 2), out=into)
 
 
+def bias_gradient_of_sums(sums: Tensor, into: Tensor) -> None:
+    """Write the gradient of a bias from the sums of each head.
+
+    Args:
+        sums: [B, H, M, 1] or [B, H, 1, N], float32.
+        into: Of the bias' shape and type: where a size is 1, all are added up.
+    """
+    shared = [dim for dim in range(4) if into.shape[dim] != sums.shape[dim]]
+    into.copy_(torch.sum(sums, dim=shared, keepdim=True) if shared else sums)
+
+
+def slopes_gradient_of_sums(sums: Tensor, into: Tensor) -> None:
+    """Write the gradient of slopes [B, H] or [1, H] from its shares [B, H, tiles], all float32."""
+    each = torch.sum(sums, dim=2)
+    into.copy_(each if into.shape[0] == each.shape[0] else torch.sum(each, dim=0, keepdim=True))
+
+
 def sinks_gradient_of_rows(sinks: Tensor, log2_sum: Tensor, delta: Tensor, batch: int, into: Tensor) -> None:
     """As :func:`sinks_gradient`, from the workspaces of a backward, of which it writes over the first.
 

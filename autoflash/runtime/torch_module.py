@@ -33,10 +33,12 @@ _EXTRAS = {
     Feature.VARLEN: ("cu_seqlens_q", "cu_seqlens_k"),
     Feature.FLOAT_MASK: ("mask",),
     Feature.BOOL_MASK: ("mask",),
+    Feature.ALIBI: ("alibi_slopes",),
+    Feature.BIAS: ("bias",),
     Feature.SINKS: ("sinks",),
     Feature.DROPOUT: ("rng",),
 }
-_TERMS = {Feature.SINKS: "sinks"}
+_TERMS = {Feature.SINKS: "sinks", Feature.ALIBI_GRADIENT: "alibi_slopes", Feature.BIAS_GRADIENT: "bias"}
 
 
 class TorchTiled:
@@ -114,7 +116,7 @@ class TorchTiled:
             if lse is None:
                 lse = q.new_empty(out_shape[:3], dtype=torch.float32)
             with torch.no_grad():
-                compute(q, k, v, out, lse, **self._given(extras))
+                compute(q, k, v, out, lse, **self._given(extras, q, k))
             return out, lse
 
         return call
@@ -159,7 +161,12 @@ class TorchTiled:
                 for given, layout in zip((dq, dk, dv), layouts, strict=True)
             )
             with torch.no_grad():
-                compute(q, k, v, out, lse, dout, dlse, dq, dk, dv, **self._given(extras), **self._wanted(terms))
+                sums = self._wanted(terms)
+                compute(q, k, v, out, lse, dout, dlse, dq, dk, dv, **self._given(extras, q, k), **sums)
+                for name in self._terms:
+                    gradient, total = getattr(terms, name), sums[f"d{name}"]
+                    if gradient is not None and total is not None and total is not gradient:
+                        gradient.copy_(total)
             return dq, dk, dv
 
         return call
@@ -179,16 +186,25 @@ class TorchTiled:
         if len(extras.params) != len(self._params):
             raise InvalidProblemError(f"{self._form} needs {' and '.join(each.name for each in self._params)}")
 
-    def _given(self, extras: Extras) -> dict[str, Any]:
-        """What the rendered function takes for the form's features, by the names of its parameters."""
+    def _given(self, extras: Extras, q: Tensor, k: Tensor) -> dict[str, Any]:
+        """The tensors that the rendered function takes for the form's features, by the names of its parameters."""
         given: dict[str, Any] = {name: getattr(extras, name) for name in self._extras}
+        if "bias" in given:
+            given["bias"] = given["bias"].expand(*q.shape[:3], k.shape[2])
         return given | ({"params": extras.params} if self._params else {})
 
     def _wanted(self, terms: TermGradients) -> dict[str, Any]:
-        """The gradients of the form's terms likewise; where they are wanted, set to 0, since sequences add to them."""
-        for gradient in terms.present.values():
-            gradient.zero_()
-        wanted: dict[str, Any] = {f"d{name}": getattr(terms, name) for name in self._terms}
+        """Sums of the gradients of the form's terms likewise, at 0, where they are wanted: in float32, or wider."""
+        wanted: dict[str, Any] = {}
+        for name in self._terms:
+            gradient: Tensor | None = getattr(terms, name)
+            if gradient is not None:
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                gradient = torch.zeros_like(gradient, dtype=wide) if gradient.dtype != wide else gradient.zero_()
+            wanted[f"d{name}"] = gradient
+        for gradient in terms.params:
+            if gradient is not None:
+                gradient.zero_()
         if self._has_params_gradient:
             wanted["dparams"] = terms.params or (None,) * len(self._params)
         return wanted

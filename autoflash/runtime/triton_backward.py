@@ -11,16 +11,16 @@ from torch import Tensor
 
 from autoflash.device import Device
 from autoflash.errors import NoKernelError
-from autoflash.problem import Form, MaskTensor, Problem
+from autoflash.problem import Form, Problem
 from autoflash.runtime import launch
-from autoflash.runtime.backward_features import in_order, mask_operands, usual_masks
-from autoflash.runtime.backward_plan import Step, backward_steps, padded_rows
+from autoflash.runtime.backward_features import in_order, knows_layouts, mask_operands, usual_masks
+from autoflash.runtime.backward_plan import Step, backward_steps, bias_sums_shape, padded_rows, slopes_sums_shape
 from autoflash.runtime.compiled import CompiledExecutable
 from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS, BackwardCall, Extras, TermGradients
 from autoflash.runtime.launch import KernelPlan, Launch
 from autoflash.runtime.layouts import ALIGNMENT_BYTES, TORCH_TYPES, Operand, strides_in_order_of, why_not_split
 from autoflash.runtime.params import has_params
-from autoflash.runtime.term_gradients import sinks_gradient_of_rows
+from autoflash.runtime.term_gradients import bias_gradient_of_sums, sinks_gradient_of_rows, slopes_gradient_of_sums
 from autoflash.runtime.trivial import empty_backward
 from autoflash.runtime.workspace import Buffer, Workspace
 from autoflash.variant import Variant
@@ -100,6 +100,10 @@ class TritonBackward(CompiledExecutable):
         """Of the float32 workspace that dQ is added up in; None where each dQ has one program."""
         return accumulator_shape(problem, self._variant)
 
+    def slopes_sums_shape(self, problem: Problem) -> tuple[int, int, int]:
+        """Of the shares of the gradient of the slopes of ALiBi."""
+        return slopes_sums_shape(problem, self._variant)
+
     def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
         """The precondition that these tensors (q, k, v, dout) miss; None if it can run them."""
         if problem.deterministic and self._is_key_outer:
@@ -131,18 +135,18 @@ class TritonBackward(CompiledExecutable):
     def is_loaded(self, problem: Problem, *tensors: Tensor, extras: Extras = NO_EXTRAS) -> bool:
         """Whether a call with an output as a forward call makes it would compile and load nothing.
 
-        That depends on how a mask lies: of a problem with one that is not given, nothing is known to be loaded.
+        That depends on how a mask and a bias lie: where they are not given, nothing is known to be loaded.
         """
         if problem.is_empty:
             return True
-        if problem.mask_tensor is not MaskTensor.NONE and extras.mask is None:
+        if not knows_layouts(problem, extras):
             return False
         if has_params(problem) and not extras.params:
             return False
         q, k, v, dout = tensors
         operands = self._operands(problem, q, k, v, dout)
         operands["out"] = _in_order_of(_shapes(problem)["out"], q, problem)
-        if extras.mask is not None or extras.params:
+        if any(x is not None for x in (extras.mask, extras.bias, extras.alibi_slopes)) or extras.params:
             operands |= mask_operands(problem, extras)
         steps = self.steps(problem, operands, 1.0, has_dlse=False)
         return all(step.plan in self._kernels for step in steps)
@@ -201,7 +205,9 @@ class _Call:
         self._problem = problem
         self._operands = operands
         self._scale = scale
-        self._has_placed = "mask" in operands or has_params(problem)
+        self._has_mask = any(name in operands for name in ("mask", "bias", "slopes")) or has_params(problem)
+        self._slopes_sums = executable.slopes_sums_shape(problem) if problem.alibi_gradient else ()
+        self._bias_sums = bias_sums_shape(problem, operands["bias"].shape) if problem.bias_gradient else None
         self._has_features = bool(problem.features)
         self._uses_descriptors = executable.uses_descriptors
         self._dtype = TORCH_TYPES[problem.dtype]
@@ -231,11 +237,11 @@ class _Call:
         """Compute dq, dk, dv, and what is given of terms, from the gradients of out and, if given, of lse."""
         if dq is not None or dk is not None or dv is not None:
             return self._into(q, k, v, out, lse, dout, dlse, (dq, dk, dv), extras, terms)
-        call = self._for(mask_operands(self._problem, extras)) if self._has_placed else self
+        call = self._for(mask_operands(self._problem, extras)) if self._has_mask else self
         return call._run(q, k, v, out, lse, dout, dlse, self._made_gradients(q), extras, terms)
 
     def _for(self, operands: dict[str, Operand]) -> _Call:
-        """The call for gradients or a mask that lie so: itself, unless they lie otherwise than those it is bound to."""
+        """The call for gradients, a mask or a bias that lie so: itself, unless it is bound to others."""
         key = tuple(operands.values())
         if key == tuple(self._operands[name] for name in operands):
             return self
@@ -274,8 +280,22 @@ class _Call:
         tensors: tuple[Tensor | None, ...] = (q, k, v, out, lse, dout, dlse, log2_sum, delta, accumulator, dq, dk, dv)
         if self._has_features:
             tensors += in_order(extras)
+        sums: Tensor | None = None
+        shares: Tensor | None = None
+        if self._problem.bias_gradient and terms.bias is None:
+            terms = terms._replace(bias=TermGradients.unwritten(extras, ("bias",)).bias)
+        if self._problem.bias_gradient or self._problem.alibi_gradient:
+            if self._bias_sums is not None:
+                sums = torch.empty(self._bias_sums, dtype=torch.float32, device=q.device)
+            if self._problem.alibi_gradient:
+                shares = torch.empty(self._slopes_sums, dtype=torch.float32, device=q.device)
+            tensors += (terms.bias if sums is None else sums, shares)
         for run, choose in launches:
             run(*choose(tensors))
+        if sums is not None and terms.bias is not None:
+            bias_gradient_of_sums(sums, terms.bias)
+        if shares is not None and terms.alibi_slopes is not None:
+            slopes_gradient_of_sums(shares, terms.alibi_slopes)
         for gradient in terms.params:
             # What has a gradient is not given to these kernels.
             if gradient is not None:

@@ -12,6 +12,7 @@ from autoflash.device import Device
 from autoflash.errors import InvalidProblemError, NoKernelError
 from autoflash.problem import Alignment, Form, MaskTensor, Problem
 from autoflash.runtime import dropout, launch
+from autoflash.runtime.backward_features import knows_layouts, slopes_stride
 from autoflash.runtime.compiled import CompiledExecutable
 from autoflash.runtime.executable import NO_EXTRAS, Extras, ForwardCall
 from autoflash.runtime.launch import KernelPlan, Launch, Layout, Number, NumberArgument, TensorArgument
@@ -40,6 +41,7 @@ _ROWS = ("BLOCK_M", "BLOCK_N", "BLOCK_N", "BLOCK_M")
 _PARTS = ("", "_rest")
 
 _Operands = tuple[Operand, Operand, Operand, Operand]
+_Added = tuple[MaskOperand | None, MaskOperand | None]
 
 
 def forward_plan(
@@ -49,6 +51,7 @@ def forward_plan(
     dense: bool = True,
     scale_sign: int = 1,
     mask: MaskOperand | None = None,
+    bias: MaskOperand | None = None,
     params: tuple[ParamOperand, ...] | None = None,
 ) -> KernelPlan:
     """The compiled form that a forward call needs.
@@ -56,14 +59,16 @@ def forward_plan(
     Args:
         problem: Its form, type, head dims and divisibility count; no other size does.
         variant: Of the Triton family.
-        dense: Every tensor but the mask has a last stride of 1, and its address and other strides are multiples of 16
-            bytes.
+        dense: Every tensor but the mask and the bias has a last stride of 1, and its address and other strides are
+            multiples of 16 bytes.
         scale_sign: -1, 0 or 1.
         mask: How the mask tensor lies, where the problem has one; None is the usual way.
+        bias: Likewise of the bias.
         params: How the parameters of expressions lie; None is the usual way.
     """
     params = usual_params(problem) if params is None else params
     mask = MaskOperand.usual(problem) if mask is None else mask
+    bias = MaskOperand.usual_bias(problem) if bias is None else bias
     constants = _constants(problem, variant, scale_sign)
     dtype = problem.dtype.value
     if variant.structure.text("loads") == "tma":
@@ -87,10 +92,14 @@ def forward_plan(
     tensors.append(TensorArgument(name="lse_ptr", dtype="fp32", aligned=False))
     if variant.structure.text("loop_order") == "key_outer":
         tensors += [TensorArgument(name=f"{name}_ptr", dtype="fp32", aligned=False) for name in ("m", "l", "acc")]
-    if mask is not None:
-        tensors.append(TensorArgument(name="mask_ptr", dtype=mask.dtype, aligned=mask.is_aligned))
-        strides += mask.numbers()
-        constants |= mask.constants()
+    for operand in (mask, bias):
+        if operand is not None:
+            tensors.append(TensorArgument(name=f"{operand.name}_ptr", dtype=operand.dtype, aligned=operand.is_aligned))
+            strides += operand.numbers()
+            constants |= operand.constants()
+    if problem.alibi:
+        tensors.append(TensorArgument(name="slopes_ptr", dtype="fp32", aligned=False))
+        strides.append(NumberArgument(name="stride_slopes_b"))
     if problem.sinks:
         tensors.append(TensorArgument(name="sinks_ptr", dtype="fp32", aligned=False))
     for param in params:
@@ -183,7 +192,7 @@ class TritonForward(CompiledExecutable):
     """Executable of the forward templates of the Triton family.
 
     Each prepared call is bound to one of a few compiled forms, chosen from the tensors: ``dense`` or ``strided``,
-    rows and keys that fill their blocks or do not, how a mask lies, and the sign of the scale.
+    rows and keys that fill their blocks or do not, how mask and bias lie, and the sign of the scale.
     """
 
     def __init__(self, form: Form, variant: Variant, device: Device) -> None:
@@ -223,16 +232,17 @@ class TritonForward(CompiledExecutable):
     def is_loaded(self, problem: Problem, *tensors: Tensor, extras: Extras = NO_EXTRAS) -> bool:
         """Whether a prepared call with a positive scale would compile and load nothing.
 
-        That depends on how a mask lies: of a problem with one that is not given, nothing is known to be loaded.
+        That depends on how a mask and a bias lie: where they are not given, nothing is known to be loaded.
         """
         if problem.is_empty:
             return True
-        if problem.mask_tensor is not MaskTensor.NONE and extras.mask is None:
+        if not knows_layouts(problem, extras):
             return False
-        if has_params(problem) and not extras.params:
-            return False
-        operands, params = self._operands(problem, tensors), param_operands(problem, extras)
-        return self._plan(problem, operands, _mask_of(problem, extras), params, scale_sign=1) in self._kernels
+        operands = self._operands(problem, tensors)
+        return (
+            self._plan(problem, operands, *_added_of(problem, extras), param_operands(problem, extras), scale_sign=1)
+            in self._kernels
+        )
 
     def prepare_forward(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras = NO_EXTRAS
@@ -250,17 +260,20 @@ class TritonForward(CompiledExecutable):
         if problem.is_empty:
             _given(extras, _wanted_extras(problem))
             return empty_forward(operands[3])
-        return self._prepare(problem, operands, _mask_of(problem, extras), param_operands(problem, extras), scale)
+        numbers = (slopes_stride(problem, extras),) if problem.alibi else ()
+        params = param_operands(problem, extras)
+        return self._prepare(problem, operands, _added_of(problem, extras), params, scale, numbers)
 
     def _prepare(
         self,
         problem: Problem,
         operands: _Operands,
-        mask: MaskOperand | None,
+        added: _Added,
         params: tuple[ParamOperand, ...],
         scale: float,
+        numbers: tuple[int, ...],
     ) -> ForwardCall:
-        run = self._bind(problem, operands, mask, params, scale)
+        run = self._bind(problem, operands, added, params, scale, numbers)
         if self._splits_descriptors:
             run = _described_twice(run)
         planned = operands[3]
@@ -307,7 +320,7 @@ class TritonForward(CompiledExecutable):
                 made, lse = call(q, k, v, None, lse, extras)
                 return out.copy_(made), lse
             if given not in others:
-                others[given] = self._prepare(problem, (*operands[:3], given), mask, params, scale)
+                others[given] = self._prepare(problem, (*operands[:3], given), added, params, scale, numbers)
             return others[given](q, k, v, out, lse, extras)
 
         return call
@@ -316,11 +329,12 @@ class TritonForward(CompiledExecutable):
         self,
         problem: Problem,
         operands: _Operands,
-        mask: MaskOperand | None,
+        added: _Added,
         params: tuple[ParamOperand, ...],
         scale: float,
+        given: tuple[int, ...],
     ) -> Launch:
-        plan = self._plan(problem, operands, mask, params, scale_sign=-1 if scale < 0 else 0 if scale == 0 else 1)
+        plan = self._plan(problem, operands, *added, params, scale_sign=-1 if scale < 0 else 0 if scale == 0 else 1)
         layouts: list[Layout | None] = [None] * len(plan.tensors)
         numbers: list[Number] = []
         for index, operand in enumerate(operands):
@@ -332,8 +346,9 @@ class TritonForward(CompiledExecutable):
             else:
                 first, last = 1 if problem.is_varlen else 0, 3 if _are_dense(operands) else 4
                 numbers += operand.kernel_strides()[first:last]
-        if mask is not None:
-            numbers += mask.numbers().values()
+        for one in added:
+            numbers += one.numbers().values() if one is not None else ()
+        numbers += given
         for param in params:
             numbers += param.numbers().values()
         return self._kernel(plan).bind(layouts, [*numbers, *_numbers(problem, scale).values()], self._programs(problem))
@@ -343,11 +358,19 @@ class TritonForward(CompiledExecutable):
         problem: Problem,
         operands: _Operands,
         mask: MaskOperand | None,
+        bias: MaskOperand | None,
         params: tuple[ParamOperand, ...],
         scale_sign: int,
     ) -> KernelPlan:
-        dense = _are_dense(operands)
-        return forward_plan(problem, self._variant, dense=dense, scale_sign=scale_sign, mask=mask, params=params)
+        return forward_plan(
+            problem,
+            self._variant,
+            dense=_are_dense(operands),
+            scale_sign=scale_sign,
+            mask=mask,
+            bias=bias,
+            params=params,
+        )
 
     def _operands(self, problem: Problem, tensors: Sequence[Tensor]) -> _Operands:
         """Of q, k, v as they lie, and of the output that would be allocated."""
@@ -377,24 +400,30 @@ def _are_dense(operands: _Operands) -> bool:
     return all(operand.is_dense for operand in operands)
 
 
-def _mask_of(problem: Problem, extras: Extras) -> MaskOperand | None:
-    """How the mask lies, if there is one.
+def _added_of(problem: Problem, extras: Extras) -> _Added:
+    """How the mask and the bias lie, as far as there are any.
 
     Raises:
         InvalidProblemError: where an extra is missing that the problem asks for.
     """
     _given(extras, _wanted_extras(problem))
-    return None if problem.mask_tensor is MaskTensor.NONE or extras.mask is None else MaskOperand.of(extras.mask)
+    mask, bias = extras.mask, extras.bias
+    return (
+        None if problem.mask_tensor is MaskTensor.NONE or mask is None else MaskOperand.of(mask),
+        None if not problem.bias or bias is None else MaskOperand.of(bias, "bias"),
+    )
 
 
 def _wanted_extras(problem: Problem) -> tuple[str, ...]:
     """Which extras the kernel takes, in the order of its parameters."""
     mask = () if problem.mask_tensor is MaskTensor.NONE else ("mask",)
+    bias = ("bias",) if problem.bias else ()
+    slopes = ("alibi_slopes",) if problem.alibi else ()
     sinks = ("sinks",) if problem.sinks else ()
     params = ("params",) if has_params(problem) else ()
     rng = ("rng",) if problem.dropout_p else ()
     offsets = ("cu_seqlens_q", "cu_seqlens_k") if problem.is_varlen else ()
-    return (*mask, *sinks, *params, *rng, *offsets)
+    return (*mask, *bias, *slopes, *sinks, *params, *rng, *offsets)
 
 
 def _given(extras: Extras, names: Sequence[str]) -> list[Tensor]:

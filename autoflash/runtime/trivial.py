@@ -62,9 +62,9 @@ def empty_backward(
     terms: TermGradients = NO_TERMS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of zero, but for that of sinks, which are the LSE."""
-    for gradient in terms.params:
-        if gradient is not None:
-            gradient.zero_()
+    for term in (terms.bias, terms.alibi_slopes, *terms.params):
+        if term is not None:
+            term.zero_()
     if terms.sinks is not None and extras.sinks is not None:
         sinks_gradient(extras.sinks, lse, torch.zeros_like(lse) if dlse is None else -dlse, terms.sinks)
     dq, dk, dv = (

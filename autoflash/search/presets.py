@@ -31,8 +31,8 @@ class Asked:
 
     Attributes:
         window: Left and right bound; None has no bound there.
-        softcap, score_mod, mask_mod, mask_tensor, sinks, dropout_p: As in :class:`Problem`.
-        params_gradient: As in :class:`Problem`, of backward passes.
+        softcap, score_mod, mask_mod, params_gradient, mask_tensor: As in :class:`Problem`.
+        alibi, alibi_gradient, bias, bias_gradient, sinks, dropout_p: As in :class:`Problem`.
         packed: Sequences are packed one after the other.
     """
 
@@ -43,6 +43,10 @@ class Asked:
     params_gradient: bool = False
     dropout_p: float = 0.0
     mask_tensor: MaskTensor = MaskTensor.NONE
+    alibi: bool = False
+    alibi_gradient: bool = False
+    bias: bool = False
+    bias_gradient: bool = False
     sinks: bool = False
     packed: bool = False
 
@@ -61,6 +65,10 @@ class Asked:
             params_gradient=self.params_gradient,
             dropout_p=self.dropout_p,
             mask_tensor=self.mask_tensor,
+            alibi=self.alibi,
+            alibi_gradient=self.alibi_gradient,
+            bias=self.bias,
+            bias_gradient=self.bias_gradient,
             sinks=self.sinks,
             packed_q=problem.batch * problem.seqlen_q if self.packed else None,
             packed_k=problem.batch * problem.seqlen_k if self.packed else None,

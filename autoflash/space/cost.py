@@ -172,10 +172,9 @@ def tiles(variant: Variant, cell: Cell) -> tuple[Tile, ...]:
 
 
 def mask_bytes(cell: Cell) -> int:
-    """Bytes of a mask tensor's element for one pair: a float mask may be float32. 0 without one."""
-    if Feature.FLOAT_MASK in cell.features:
-        return 4
-    return 1 if Feature.BOOL_MASK in cell.features else 0
+    """Bytes of the elements of a mask tensor and a bias for one pair: numbers may be float32. 0 without any."""
+    sizes = {Feature.BIAS: 4, Feature.FLOAT_MASK: 4, Feature.BOOL_MASK: 1}
+    return sum(size for feature, size in sizes.items() if feature in cell.features)
 
 
 def shared_bytes(variant: Variant, cell: Cell) -> int:

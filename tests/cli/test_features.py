@@ -50,6 +50,10 @@ def test_each_option_asks_for_its_feature() -> None:
     assert asked(*arguments.split()) == Asked(window=(127, 0), softcap=30.0, dropout_p=0.1, mask_tensor=MaskTensor.BOOL)
     assert asked("--varlen") == Asked(packed=True)
     assert asked("--sinks") == Asked(sinks=True)
+    assert asked("--alibi") == Asked(alibi=True)
+    assert asked("--alibi-gradient") == Asked(alibi=True, alibi_gradient=True)
+    assert asked("--bias") == Asked(bias=True)
+    assert asked("--bias-gradient") == Asked(bias=True, bias_gradient=True)
     assert asked("--float-mask").mask_tensor is MaskTensor.FLOAT
 
 

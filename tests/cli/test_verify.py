@@ -87,8 +87,8 @@ def test_all_structures_and_features_are_measured_beside_torch_s_backends(run_js
         for form in (
             "forward/full+window",
             "backward/full+window",
-            "forward/causal+varlen+softcap+window+sinks+dropout",
-            "backward/causal+varlen+softcap+window+sinks+dropout",
+            "forward/causal+varlen+softcap+alibi+window+sinks+dropout",
+            "backward/causal+varlen+softcap+alibi+window+sinks+dropout+alibi_gradient",
         )
         for loop_order in ("query_outer", "key_outer")
     ]
@@ -98,7 +98,7 @@ def test_all_structures_and_features_are_measured_beside_torch_s_backends(run_js
         assert all(case["gate"] <= 1.0 for case in row["cases"])
     outputs = [[errors["output"] for errors in row["cases"][0]["errors"]] for row in rows]
     forwards, backwards = [["out"], ["out"]], [["dq", "dk", "dv"], ["dq", "dk", "dv"]]
-    with_terms = [[*names, "dsinks"] for names in backwards]
+    with_terms = [[*names, "dsinks", "dalibi_slopes"] for names in backwards]
     assert outputs == [*forwards, *backwards, *forwards, *with_terms]
     window, together = rows[0]["cases"][0]["errors"][0], rows[4]["cases"][0]["errors"][0]
     assert set(window["torch"]) == {"flash", "math", "plain"}

@@ -17,12 +17,20 @@ FAMILIES = {Family.TRITON: "sm_90", Family.GLUON_SM90: "sm_90", Family.TORCH_TIL
 COMBINATIONS = tuple(
     features_of(names)
     for names in (
-        *(feature.value for feature in Feature),
+        *(feature.value for feature in Feature if not feature.value.endswith("gradient")),
+        "bias,bias_gradient",
+        "alibi,alibi_gradient",
+        "varlen,alibi,sinks,alibi_gradient",
+        "alibi,bias,alibi_gradient,bias_gradient",
+        "softcap,alibi,bias,float_mask,window,sinks,dropout,alibi_gradient,bias_gradient",
+        "softcap,bias,bool_mask,sinks,bias_gradient",
         "softcap,float_mask,window,dropout",
         "softcap,bool_mask,window,dropout",
         "varlen,softcap,window,dropout",
         "softcap,score_mod,float_mask,mask_mod,window,dropout,params_gradient",
         "score_mod,bool_mask,mask_mod,sinks",
+        "score_mod,alibi,bias,float_mask,mask_mod",
+        "score_mod,params_gradient",
     )
 )
 """Features that are asked for together: each alone, and as many as go together."""
@@ -34,8 +42,6 @@ MASK_MOD = "mask_mod(doc: int 2) = doc[b, kv_idx] == doc[b, q_idx]"
 
 def form_of(op: Pass, mask: Mask, features: tuple[Feature, ...] = ()) -> Form:
     """A form with these features, whose expressions read tables."""
-    if Feature.PARAMS_GRADIENT in features and Feature.SCORE_MOD not in features:
-        features = tuple(each for each in Feature if each in (*features, Feature.SCORE_MOD))
     return Form(
         op=op,
         mask=mask,

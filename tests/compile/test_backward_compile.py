@@ -196,6 +196,12 @@ FEATURES: dict[str, dict[str, object]] = {
     "float_mask": {"mask_tensor": MaskTensor.FLOAT},
     "dropout": {"dropout_p": 0.1},
     "varlen": {"packed_q": 1000, "packed_k": 900},
+    "bias": {"bias": True},
+    "bias_gradient": {"bias_gradient": True},
+    "alibi": {"alibi": True},
+    "alibi_gradient": {"alibi_gradient": True},
+    "score_mod": {"score_mod": SCORE_MOD},
+    "mask_mod": {"mask_mod": MASK_MOD},
 }
 
 
@@ -203,6 +209,9 @@ FEATURES: dict[str, dict[str, object]] = {
     ("arch", "loop_order", "loads", "features"),
     [
         ("sm_80", "split", "pointer", "window"),
+        ("sm_80", "split", "pointer", "score_mod mask_mod"),
+        ("sm_90", "fused", "tma", "softcap score_mod float_mask"),
+        ("gfx942", "key_outer", "pointer", "score_mod mask_mod window"),
         ("sm_80", "key_outer", "pointer", "bool_mask"),
         ("sm_80", "fused", "pointer", "varlen softcap window dropout"),
         ("sm_90", "fused", "tma", "softcap float_mask window dropout"),
@@ -211,6 +220,17 @@ FEATURES: dict[str, dict[str, object]] = {
         ("gfx942", "fused", "pointer", "float_mask"),
         ("gfx942", "split", "pointer", "varlen dropout"),
         ("gfx942", "key_outer", "pointer", "softcap bool_mask window"),
+        ("sm_80", "split", "pointer", "bias bias_gradient"),
+        ("sm_90", "fused", "tma", "softcap bias float_mask window dropout bias_gradient"),
+        ("sm_90", "key_outer", "pointer", "bias bool_mask bias_gradient"),
+        ("sm_120", "split", "tma", "bias bias_gradient"),
+        ("gfx942", "fused", "pointer", "bias dropout bias_gradient"),
+        ("gfx950", "split", "pointer", "bias bias_gradient"),
+        ("sm_80", "split", "pointer", "alibi alibi_gradient"),
+        ("sm_90", "fused", "tma", "softcap alibi bias window dropout alibi_gradient bias_gradient"),
+        ("sm_120", "key_outer", "pointer", "varlen alibi alibi_gradient"),
+        ("gfx942", "fused", "pointer", "varlen alibi dropout alibi_gradient"),
+        ("gfx950", "split", "pointer", "alibi alibi_gradient"),
     ],
 )
 def test_kernels_with_features_compile_and_fit(arch: str, loop_order: str, loads: str, features: str) -> None:
@@ -223,6 +243,7 @@ def test_kernels_with_features_compile_and_fit(arch: str, loop_order: str, loads
         ("sm_80", "key_outer", "pointer", "varlen softcap window dropout"),
         ("sm_90", "fused", "tma", "softcap float_mask window dropout"),
         ("gfx942", "split", "pointer", "softcap bool_mask window"),
+        ("sm_90", "split", "tma", "bias bias_gradient"),
     ],
 )
 def test_vectors_in_two_tiles_compile_with_features(arch: str, loop_order: str, loads: str, features: str) -> None:

@@ -8,13 +8,14 @@ import pytest
 
 from autoflash.codegen.render import render
 from autoflash.device import CROSS_TARGETS
-from autoflash.problem import DType, Form, Mask
+from autoflash.problem import DType, Form, Mask, MaskTensor
 from autoflash.runtime.compile import compile_variant
 from autoflash.runtime.launch import compile_kernel
 from autoflash.runtime.load import load
 from autoflash.runtime.probe import triton_version
 from autoflash.runtime.triton_forward import forward_plan
 from autoflash.trial import Status
+from tests.codegen.structures import MASK_MOD, SCORE_MOD
 from tests.factories import make_device, make_problem, make_variant
 
 pytest.importorskip("triton")
@@ -131,7 +132,12 @@ def test_hopper_winners_cost_no_more_than_their_prototypes(
 
 TERMS: dict[str, dict[str, object]] = {
     "sinks": {"sinks": True},
+    "alibi bias": {"alibi": True, "bias": True},
+    "varlen alibi": {"alibi": True, "packed_q": 1000, "packed_k": 900},
+    "bias": {"bias": True},
+    "bias bool_mask sinks": {"bias": True, "mask_tensor": MaskTensor.BOOL, "sinks": True},
     "varlen sinks": {"sinks": True, "packed_q": 1000, "packed_k": 900},
+    "score_mod mask_mod": {"score_mod": SCORE_MOD, "mask_mod": MASK_MOD},
 }
 
 

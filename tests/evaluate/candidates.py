@@ -92,7 +92,7 @@ class Kernel:
                 self._diagonal = problem.seqlen_k - problem.seqlen_q
             yield one, b, slice(first, max(last, first)), slice(start, end)
 
-    def _scores(self, problem, q, k, scale, extras):
+    def _scores(self, problem, q, k, scale, extras, b):
         """Float32 scores [B, H, M, N], -inf where hidden, and the slope of the softcap."""
         group, fault = problem.group, self.fault
         s = q.float() @ k.float().repeat_interleave(group, dim=1).mT * scale
@@ -103,6 +103,11 @@ class Kernel:
         if problem.softcap and fault != "softcap ignored":
             capped = torch.tanh(s / problem.softcap)
             s, slope = problem.softcap * capped, 1.0 - capped * capped
+        if extras.alibi_slopes is not None and fault != "slopes ignored":
+            s = s - self._slopes(extras, b) * self._distance(problem, s)
+        bias = self._bias(extras, s.shape)
+        if bias is not None:
+            s = s + bias
         if mask is not None and fault != "float mask before the softcap":
             s = s.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else s + mask.float()
         rows, keys = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])[None]
@@ -129,6 +134,40 @@ class Kernel:
         if fault == "last key of a tile dropped":
             s = s.masked_fill(keys == 4 * TILE - 1, -math.inf)
         return s, slope
+
+    def _slopes(self, extras, b):
+        """[B or 1, H, 1, 1]; of packed sequences, those of one."""
+        slopes, fault = extras.alibi_slopes, self.fault
+        if extras.cu_seqlens_q is not None and len(slopes) > 1:
+            slopes = slopes[b : b + 1]
+        if fault == "slopes of the first batch entry":
+            slopes = slopes[:1]
+        if fault == "slopes of the next head":
+            slopes = slopes.roll(1, dims=1)
+        return slopes[:, :, None, None] * (-1.0 if fault == "slopes with the other sign" else 1.0)
+
+    def _distance(self, problem, s):
+        """[M, N]."""
+        rows, keys = torch.arange(s.shape[2])[:, None], torch.arange(s.shape[3])[None]
+        diagonal = self._diagonal if self.fault == "diagonal of the longest sequence" else problem.diagonal
+        distance = rows + diagonal + (self.fault == "distance from one query on") - keys
+        return distance if self.fault == "distance without its absolute value" else distance.abs()
+
+    def _bias(self, extras, shape):
+        """Float32, as it is added to scores [B, H, M, N]."""
+        fault = self.fault
+        if extras.bias is None or fault == "bias ignored":
+            return None
+        bias = extras.bias.float().expand(shape)
+        if fault == "bias of the first head":
+            return bias[:, :1]
+        if fault == "bias of the first batch entry":
+            return bias[:1]
+        if fault == "bias transposed" and shape[2] == shape[3]:
+            return bias.mT
+        if fault == "bias one key to the right":
+            return bias.roll(1, dims=-1)
+        return bias.roll(1, dims=-2) if fault == "bias one query down" else bias
 
     def _mask(self, extras):
         mask, fault = extras.mask, self.fault
@@ -169,7 +208,7 @@ class Kernel:
         return keep.float() if self.fault == "dropout not scaled" else keep.float() / share
 
     def _forward(self, problem, q, k, v, out, lse, scale, extras, b):
-        s, _ = self._scores(problem, q, k, scale, extras)
+        s, _ = self._scores(problem, q, k, scale, extras, b)
         values = v.float().repeat_interleave(problem.group, dim=1)
         kept = torch.as_tensor(self._kept(problem, q, k, extras, b, False)).expand_as(s)
         m, total, acc = torch.full((*s.shape[:3], 1), -1e30), torch.zeros(*s.shape[:3], 1), 0.0
@@ -224,11 +263,11 @@ class Kernel:
                 term *= 1.01
             if term is not None and self.fault == f"last element of d{name} not written":
                 term.view(-1)[-1:] = math.nan
-            if term is not None and self.fault == f"d{name} of the next head":
+            if term is not None and self.fault in (f"d{name} of the next head", f"d{name} of the next key"):
                 term.copy_(term.roll(1, dims=-1))
 
     def _backward(self, problem, k, v, q, out, lse, dout, dlse, dq, dk, dv, scale, extras, b, terms):
-        s, slope = self._scores(problem, q, k, scale, extras)
+        s, slope = self._scores(problem, q, k, scale, extras, b)
         keys, values = (tensor.float().repeat_interleave(problem.group, dim=1) for tensor in (k, v))
         p = torch.exp(s - lse.masked_fill(lse == -math.inf, math.inf).unsqueeze(-1))
         kept = self._kept(problem, q, k, extras, b, True)
@@ -240,6 +279,18 @@ class Kernel:
         if terms.sinks is not None:
             self._add_sinks_gradient(terms.sinks, extras.sinks, lse, delta)
         ds = p * (dout.float() @ values.mT * kept - delta.unsqueeze(-1))
+        if terms.alibi_slopes is not None:
+            parts = -(ds * self._distance(problem, s)).sum(dim=(2, 3))
+            total = terms.alibi_slopes
+            if extras.cu_seqlens_q is not None and len(total) > 1:
+                total = total[b : b + 1]
+            if self.fault == "dalibi_slopes of the first batch entry alone":
+                parts = parts[:1]
+            total += parts if len(total) == len(parts) else parts.sum(dim=0, keepdim=True)
+        if terms.bias is not None:
+            one = ds[:1] if self.fault == "dbias of the first batch entry alone" else ds
+            shared = [dim for dim in range(4) if terms.bias.shape[dim] == 1]
+            terms.bias.add_(one.sum(dim=shared, keepdim=True) if shared else one)
         if self.fault != "softcap without its derivative":
             ds = ds * slope
         p, ds = (p * (1.0 if self.fault == "dv without dropout" else kept)).to(q.dtype).float(), ds.to(q.dtype).float()

@@ -19,6 +19,10 @@ FEATURES = {
     Feature.FLOAT_MASK: {"mask_tensor": MaskTensor.FLOAT},
     Feature.BOOL_MASK: {"mask_tensor": MaskTensor.BOOL},
     Feature.WINDOW: {"window_left": 63, "window_right": 15},
+    Feature.ALIBI: {"alibi": True},
+    Feature.ALIBI_GRADIENT: {"alibi": True, "alibi_gradient": True},
+    Feature.BIAS: {"bias": True},
+    Feature.BIAS_GRADIENT: {"bias": True, "bias_gradient": True},
     Feature.SINKS: {"sinks": True},
     Feature.DROPOUT: {"dropout_p": 0.1},
 }
@@ -27,10 +31,15 @@ EVERYTHING = {
     "mask_tensor": MaskTensor.FLOAT,
     "window_left": 90,
     "window_right": 9,
+    "alibi": True,
+    "alibi_gradient": True,
+    "bias": True,
+    "bias_gradient": True,
     "sinks": True,
     "dropout_p": 0.3,
 }
-PACKED = {**FEATURES[Feature.VARLEN], **EVERYTHING, "mask_tensor": MaskTensor.NONE}
+NOT_PACKED = {"mask_tensor": MaskTensor.NONE, "bias": False, "bias_gradient": False}
+PACKED = {**FEATURES[Feature.VARLEN], **EVERYTHING, **NOT_PACKED}
 
 # Wrong in both passes.
 FAULTS = {
@@ -42,6 +51,22 @@ FAULTS = {
         "the beginnings of sequences changed",
     ],
     Feature.SOFTCAP: ["softcap ignored"],
+    Feature.ALIBI: [
+        "slopes ignored",
+        "slopes of the next head",
+        "slopes of the first batch entry",
+        "distance from one query on",
+        "distance without its absolute value",
+        "slopes with the other sign",
+    ],
+    Feature.BIAS: [
+        "bias ignored",
+        "bias of the first head",
+        "bias of the first batch entry",
+        "bias transposed",
+        "bias one key to the right",
+        "bias one query down",
+    ],
     Feature.FLOAT_MASK: ["mask ignored", "mask of the first head", "mask of the first batch entry"],
     Feature.BOOL_MASK: [
         "mask ignored",
@@ -79,6 +104,20 @@ BACKWARD_FAULTS = {
     Feature.FLOAT_MASK: [],
     Feature.BOOL_MASK: [],
     Feature.WINDOW: [],
+    Feature.ALIBI_GRADIENT: [
+        "dalibi_slopes a little too large",
+        "dalibi_slopes of the first batch entry alone",
+        "last element of dalibi_slopes not written",
+        "dalibi_slopes of the next head",
+        "dlse ignored",
+    ],
+    Feature.BIAS_GRADIENT: [
+        "dbias a little too large",
+        "dbias of the first batch entry alone",
+        "last element of dbias not written",
+        "dbias of the next key",
+        "dlse ignored",
+    ],
     Feature.SINKS: [
         *(f"d{name} a little too large" for name in ("q", "k", "v", "sinks")),
         "last element of dsinks not written",

@@ -15,6 +15,7 @@ from autoflash.errors import InvalidProblemError
 from autoflash.evaluate.grid import Case
 from autoflash.evaluate.inputs import Lengths, Memory
 from autoflash.evaluate.masks import MaskForm, Pattern
+from autoflash.evaluate.terms import BiasForm
 from autoflash.evaluate.verify import run_case
 from autoflash.problem import Alignment, DType, Form, Mask, MaskTensor, Problem
 from autoflash.runtime.executable import NO_EXTRAS, Extras
@@ -50,17 +51,35 @@ DROPOUT = {"dropout_p": 0.3}
 BOOL = {"mask_tensor": MaskTensor.BOOL}
 FLOAT = {"mask_tensor": MaskTensor.FLOAT}
 SINKS = {"sinks": True}
+BIAS = {"bias": True}
+ALIBI = {"alibi": True}
 FEATURES: dict[str, dict[str, object]] = {
     "softcap": SOFTCAP,
     "float_mask": FLOAT,
     "bool_mask": BOOL,
     "window": WINDOW,
     "sinks": SINKS,
+    "alibi": ALIBI,
+    "alibi+bias": {**ALIBI, **BIAS},
+    "bias": BIAS,
+    "bias+bool_mask": {**BIAS, **BOOL},
     "dropout": DROPOUT,
     "softcap+float_mask+window+dropout": {**SOFTCAP, **FLOAT, **WINDOW, **DROPOUT},
-    "softcap+float_mask+window+sinks+dropout": {**SOFTCAP, **FLOAT, **WINDOW, **SINKS, **DROPOUT},
+    "softcap+terms+float_mask+window+sinks+dropout": {
+        **SOFTCAP,
+        **ALIBI,
+        **BIAS,
+        **FLOAT,
+        **WINDOW,
+        **SINKS,
+        **DROPOUT,
+    },
     "softcap+bool_mask+window+dropout": {**SOFTCAP, **BOOL, **WINDOW, **DROPOUT},
 }
+
+# Of xformers, and those that are left.
+BIASES = ["bhmn", "hmn", "bmn", "mn", "bn", "hm", "n", "b", ""]
+MEMORIES = [Memory.DENSE, Memory.STRIDED, Memory.TRANSPOSED]
 
 # Empty ones, some shorter and some longer than a tile, of one query, of one key.
 LENGTHS: Lengths = ((5, 5), (0, 7), (33, 20), (0, 0), (1, 18), (9, 1), (3, 0))
@@ -87,6 +106,8 @@ def executable(problem: Problem, variant: Variant) -> TritonForward:
 
 def assert_passes_the_gate(variant: Variant, problem: Problem, **options: object) -> None:
     options = {"mask": MaskForm(), **options} if problem.mask_tensor is not MaskTensor.NONE else options
+    options = {"bias": BiasForm(), **options} if problem.bias else options
+    options = {"own_slopes": problem.is_varlen, **options} if problem.alibi else options
     options = {"rng": (-(2**62) + 5, 2**33 + 17), **options} if problem.dropout_p else options
     case = Case(problem=problem, **options)  # type: ignore[arg-type]  # fields of a case
 
@@ -112,7 +133,9 @@ def test_features_match_the_specification(structure: str, features: str) -> None
 
 
 @pytest.mark.parametrize(
-    "features", [{}, SINKS, {**SOFTCAP, **WINDOW, **SINKS, **DROPOUT}], ids=["alone", "with_sinks", "with_all"]
+    "features",
+    [{}, SINKS, ALIBI, {**SOFTCAP, **ALIBI, **WINDOW, **SINKS, **DROPOUT}],
+    ids=["alone", "with_sinks", "with_alibi", "with_all"],
 )
 @pytest.mark.parametrize("structure", ["plain", "branch", "under"])
 def test_packed_sequences_match_the_specification(structure: str, features: dict[str, object]) -> None:
@@ -162,6 +185,25 @@ def test_masks_of_every_kind(pattern: Pattern, structure: str, kind: dict[str, M
     problem = dense(dtype=DType.BF16, seqlen_k=35, batch=2, **kind)
 
     assert_passes_the_gate(make_kernel(structure), problem, mask=MaskForm(pattern=pattern))
+
+
+@pytest.mark.parametrize("alignment", Alignment)
+@pytest.mark.parametrize("sizes", [(19, 50), (50, 19)], ids=str)
+@pytest.mark.parametrize("structure", ["plain", "everything"])
+def test_slopes_of_each_batch_entry(structure: str, sizes: tuple[int, int], alignment: Alignment) -> None:
+    lengths = {"seqlen_q": sizes[0], "seqlen_k": sizes[1]}
+    problem = dense(dtype=DTYPES[structure], batch=2, alignment=alignment, **lengths, **ALIBI)
+
+    assert_passes_the_gate(make_kernel(structure), problem, own_slopes=True)
+
+
+@pytest.mark.parametrize("own", BIASES)
+@pytest.mark.parametrize("structure", ["plain", "everything"])
+def test_biases_of_every_shape(structure: str, own: str) -> None:
+    turn = BIASES.index(own)
+    form = BiasForm(own=own, dtype=list(DType)[turn % 3], memory=MEMORIES[turn % 3], has_holes=turn % 2 == 1)
+
+    assert_passes_the_gate(make_kernel(structure), dense(dtype=DType.BF16, seqlen_k=35, batch=2, **BIAS), bias=form)
 
 
 @pytest.mark.parametrize("memory", [Memory.STRIDED, Memory.TRANSPOSED, Memory.PACKED])

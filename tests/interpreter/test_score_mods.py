@@ -65,6 +65,12 @@ def test_expressions_stand_beside_other_features(op: Pass) -> None:
     assert_passes(op, {}, score_mod=cases["table"], mask_mod=cases["documents"], dtype=DType.FP32, **TOGETHER)
 
 
+@pytest.mark.parametrize("op", Pass)
+def test_expressions_stand_beside_slopes(op: Pass) -> None:
+    cases = {case.name: str(case.expression) for case in corpus.CASES}
+    assert_passes(op, {}, score_mod=cases["squared"], mask_mod=cases["documents"], dtype=DType.FP32, alibi=True)
+
+
 def test_what_an_expression_gives_where_nothing_is_has_no_part() -> None:
     # Not a number behind the last query, and where the mask_mod hides.
     assert_passes(

@@ -67,7 +67,7 @@ def test_results_and_gradients_are_those_of_autograd_in_float64(case: Case, dtyp
     scale = D**-0.5
     call = executable(forward, loop_order).prepare_forward(forward, q, k, v, scale, extras)
     made, made_lse = call(q, k, v, extras=extras)
-    terms = TermGradients.unwritten(backward, extras)
+    terms = TermGradients.asked_by(backward, extras)
     run = executable(backward, loop_order).prepare_backward(backward, q, k, v, made, dout, scale, extras)
     gradients = run(q, k, v, made, made_lse, dout, dlse, extras=extras, terms=terms)
 

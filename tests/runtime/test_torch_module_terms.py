@@ -11,8 +11,12 @@ from tests.factories import make_device
 from tests.runtime.tiled import LOOP_ORDERS, Tiles, problem_with, tiled
 
 SIZES: dict[str, object] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "head_dim_v": 8, "seqlen_q": 40, "seqlen_k": 56}
-TERMS: dict[str, dict[str, object]] = {"sinks": {"sinks": True}}
-PACKED: dict[str, dict[str, object]] = {"sinks": {"sinks": True}}
+TERMS: dict[str, dict[str, object]] = {
+    "sinks": {"sinks": True},
+    "bias": {"bias": True, "bias_gradient": True},
+    "alibi": {"alibi": True, "alibi_gradient": True},
+}
+PACKED = {name: TERMS[name] for name in ("sinks", "alibi")}
 ROWS: dict[str, object] = {"batch": 2, "packed_q": 80, "packed_k": 112}
 
 
