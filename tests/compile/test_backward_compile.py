@@ -19,6 +19,7 @@ from autoflash.runtime.load import load
 from autoflash.runtime.triton_backward import backward_plans
 from autoflash.trial import Resources, Status
 from autoflash.variant import Variant
+from tests.codegen.structures import MASK_MOD, SCORE_MOD
 from tests.compile.assembler import assembler_says
 from tests.factories import make_device
 from tests.gradients import backward_problem, make_variant
