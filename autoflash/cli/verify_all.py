@@ -32,6 +32,7 @@ _SCORES: dict[str, object] = {
     "dropout_p": 0.1,
     "sinks": True,
     "alibi": True,
+    "alibi_gradient": True,
 }
 
 # A table of relative distances, and documents.
