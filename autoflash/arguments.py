@@ -42,6 +42,8 @@ class Options:
         training: A gradient will be asked for.
         window_left, window_right: How many keys before and behind its own position a query sees; -1 for all.
         softcap: Bound of the scores; 0 for none.
+        score_mod, mask_mod: Expressions as lines of the language; empty for none.
+        params_gradient: A gradient of the score_mod's parameters will be asked for.
         alibi_gradient, bias_gradient: The gradient of the slopes, or of the bias, will be asked for.
         dropout_p: Share of the probabilities to drop.
         sequences: Number of packed sequences; None where nothing is packed.
@@ -57,6 +59,9 @@ class Options:
     window_left: int = UNBOUNDED
     window_right: int = UNBOUNDED
     softcap: float = 0.0
+    score_mod: str = ""
+    mask_mod: str = ""
+    params_gradient: bool = False
     alibi_gradient: bool = False
     bias_gradient: bool = False
     dropout_p: float = 0.0
@@ -385,6 +390,9 @@ def problem_of_tensors(
         window_left=None if options.window_left == UNBOUNDED else options.window_left,
         window_right=None if options.window_right == UNBOUNDED else options.window_right,
         softcap=options.softcap,
+        score_mod=options.score_mod,
+        mask_mod=options.mask_mod,
+        params_gradient=options.params_gradient,
         mask_tensor=_kind_of(extras.mask),
         alibi=extras.alibi_slopes is not None,
         alibi_gradient=options.alibi_gradient,

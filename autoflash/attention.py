@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -24,16 +24,16 @@ from autoflash.arguments import (
     expanded_mask,
     mask_of,
     policy_of,
-    refuse_unbuilt,
     scale_of,
     softcap_of,
     wants_tf32,
     window_of,
 )
 from autoflash.calls import Pair, Triple
-from autoflash.errors import InvalidProblemError
+from autoflash.errors import InvalidProblemError, UnsupportedError
 from autoflash.ops import CALLS, Transformable, call_key, layouts_of
-from autoflash.runtime.executable import NO_EXTRAS, Extras
+from autoflash.runtime.executable import NO_EXTRAS, SINGLE, Extras
+from autoflash.runtime.modifiers import has_gradients, modified_by
 
 _PREPARED = CALLS.prepared
 _PLAIN = frozenset((Tensor, Parameter))
@@ -59,8 +59,9 @@ def attention(
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    score_mod: object = None,
-    score_params: object = None,
+    score_mod: str | Callable[..., object] | None = None,
+    mask_mod: str | Callable[..., object] | None = None,
+    score_params: Mapping[str, Tensor | float] | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     layout: str = "bhsd",
@@ -93,8 +94,14 @@ def attention(
         softcap: Scores become softcap * tanh(score / softcap); None or 0 leaves them alone.
         sinks: A score of each query head that has no key, [H], in any floating dtype: the probabilities of a row and
             that of its sink add up to 1, and the LSE contains it. It has a gradient.
-        score_mod: Not built yet, as is ``score_params``: setting one raises UnsupportedError.
-        score_params: Not built yet.
+        score_mod: What takes the place of each score, after the softcap: an expression as text, such as
+            ``"score - slopes[h] * abs(q_idx - kv_idx)"``, or a lambda of (score, b, h, q_idx, kv_idx) and parameters
+            whose text is one; :mod:`autoflash.expression` says what it may hold. h is the query head, q_idx = i and
+            kv_idx = j the plain indices, wherever the query stands. -inf hides a key. It is part of the kernel.
+        mask_mod: Which keys take part, beside all that hides others: an expression likewise, without ``score``, that is
+            a truth, such as ``"doc[b, q_idx] == doc[b, kv_idx]"``.
+        score_params: What both read, by name: numbers, truths, and tensors of rank 0 to 4, floating, bool or int32 (or
+            less); an element outside a tensor is 0. Floating tensors get a gradient, as far as a score_mod reads them.
         dropout_p: Share of the probabilities that are dropped, 0 <= p < 1; the others are divided by 1 - p. Which ones
             follows from torch's generator of query's device, and the LSE does not know of it.
         scale: Factor of the scores; None is 1 / sqrt(D).
@@ -113,10 +120,9 @@ def attention(
         UnsupportedError: (a NotImplementedError) for an argument that is not built yet, by name.
         NoKernelError: (a RuntimeError) where no kernel may run, as an unloaded one in a CUDA-graph capture.
     """
-    if score_mod is not None or score_params is not None:
-        refuse_unbuilt(score_mod=score_mod, score_params=score_params)
     is_plain = window is None and mask is None and softcap is None and dropout_p == 0.0
     is_plain = is_plain and alibi_slopes is None and bias is None and sinks is None
+    is_plain = is_plain and score_mod is None and mask_mod is None and score_params is None
     if not is_plain or _is_autocast_on() or _is_special(query, key, value):
         return _in_full(
             query,
@@ -129,6 +135,9 @@ def attention(
             alibi_slopes=alibi_slopes,
             softcap=softcap,
             sinks=sinks,
+            score_mod=score_mod,
+            mask_mod=mask_mod,
+            score_params=score_params,
             dropout_p=dropout_p,
             scale=scale,
             layout=layout,
@@ -260,6 +269,9 @@ def _in_full(
     alibi_slopes: object,
     softcap: object,
     sinks: object,
+    score_mod: object,
+    mask_mod: object,
+    score_params: object,
     dropout_p: object,
     scale: float | None,
     layout: str,
@@ -274,11 +286,14 @@ def _in_full(
     q, k, v = heads_first(query, key, value, layout)
     dropout = dropout_of(dropout_p)
     extras = NO_EXTRAS
-    if dropout or not (mask is None and bias is None and alibi_slopes is None and sinks is None):
+    modified = modified_by(score_mod, mask_mod, score_params, q.device)
+    has_terms = not (bias is None and alibi_slopes is None and sinks is None)
+    if mask is not None or has_terms or dropout or modified.params:
         extras = Extras(
             mask=None if mask is None else expanded_mask(mask, q, k),
             rng=draw_rng(q) if dropout else None,
             sinks=None if sinks is None else checked_sinks(sinks, q),
+            params=modified.params,
             bias=None if bias is None else checked_bias(bias, q, k),
             alibi_slopes=None if alibi_slopes is None else checked_slopes(alibi_slopes, q, q.shape[0]),
         )
@@ -295,6 +310,8 @@ def _in_full(
         return_lse=return_lse,
         deterministic=deterministic,
         vendor=vendor,
+        score_mod=modified.score_mod,
+        mask_mod=modified.mask_mod,
     )
     if layout == "bshd":
         out = out.transpose(1, 2)
@@ -316,6 +333,8 @@ def _run(
     deterministic: bool | None,
     vendor: str | None,
     longest: tuple[int, int] = (0, 0),
+    score_mod: str = "",
+    mask_mod: str = "",
 ) -> Pair:
     """Out and LSE for checked tensors of layout [B, H, S, D], by the prepared call or the registered operator."""
     training = asks_for_gradients(q, k, v, extras)
@@ -324,9 +343,13 @@ def _run(
     if _is_special(q, k, v):
         operator: Callable[..., Pair] = torch.ops.autoflash.attention_forward
         if not torch.compiler.is_compiling() and _functorch_level() is not None:
+            if score_mod or mask_mod:
+                name = "score_mod" if score_mod else "mask_mod"
+                raise UnsupportedError(f"{name} under the transforms of torch.func is not built: use torch.autograd")
             operator = Transformable.apply
         how = (scale_of(scale, q.shape[3]), mask_of(causal), deterministic, vendor or "", return_lse, training)
-        return operator(q, k, v, *extras, *how, *window, softcap, dropout_p, *longest)
+        single, params = extras.flat[: len(SINGLE)], list(extras.params)
+        return operator(q, k, v, *single, params, *how, *window, softcap, dropout_p, *longest, score_mod, mask_mod)
     options = options_of(
         q,
         causal,
@@ -342,6 +365,9 @@ def _run(
         dropout_p=dropout_p,
         sequences=extras.sequences,
         longest=longest,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        params_gradient=asks_for_params(score_mod, mask_mod, extras),
     )
     call = call_key_of(q, k, v, options, extras)
     known = _PREPARED.get(call)
@@ -353,12 +379,19 @@ def _run(
 
 def asks_for_gradients(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> bool:
     """Whether autograd will want the gradient of one of these tensors."""
-    return any(map(asks_for, (q, k, v, extras.sinks, extras.bias, extras.alibi_slopes)))
+    return any(map(asks_for, (q, k, v, extras.sinks, extras.bias, extras.alibi_slopes, *extras.params)))
 
 
 def asks_for(tensor: Tensor | None) -> bool:
     """Whether autograd will want its gradient."""
     return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+
+
+def asks_for_params(score_mod: str, mask_mod: str, extras: Extras) -> bool:
+    """Whether autograd will want the gradient of a parameter of the score_mod."""
+    if not extras.params or not torch.is_grad_enabled():
+        return False
+    return has_gradients(score_mod, mask_mod, [param.requires_grad for param in extras.params])
 
 
 def call_key_of(q: Tensor, k: Tensor, v: Tensor, options: Options, extras: Extras) -> tuple[object, ...]:
@@ -436,6 +469,9 @@ def options_of(
     dropout_p: float = 0.0,
     sequences: int | None = None,
     longest: tuple[int, int] = (0, 0),
+    score_mod: str = "",
+    mask_mod: str = "",
+    params_gradient: bool = False,
 ) -> Options:
     """The arguments of a call as the dispatcher takes them."""
     return Options(
@@ -454,4 +490,7 @@ def options_of(
         sequences=sequences,
         longest_q=longest[0],
         longest_k=longest[1],
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        params_gradient=params_gradient,
     )

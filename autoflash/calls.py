@@ -22,11 +22,14 @@ from autoflash.problem import Pass, Problem
 from autoflash.runtime.executable import (
     NO_EXTRAS,
     NO_TERMS,
+    SINGLE,
+    SINGLE_TERMS,
     BackwardCall,
     Executable,
     Extras,
     ForwardCall,
     TermGradients,
+    unwritten_params,
 )
 from autoflash.runtime.trivial import empty_backward, fill_empty
 from autoflash.trial import Level, Verification
@@ -125,7 +128,7 @@ class Prepared:
 
     def differentiable(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras = NO_EXTRAS) -> Pair:
         """The forward pass, recorded for autograd."""
-        pair: Pair = _Attention.apply(q, k, v, self, *extras)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        pair: Pair = _Attention.apply(q, k, v, self, *extras.flat)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return pair
 
     def _with_extras(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Pair:
@@ -180,7 +183,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, *extras: Tensor | None) -> Pair:
-        out, lse = prepared.forward(q, k, v, None, None, Extras(*extras))
+        out, lse = prepared.forward(q, k, v, None, None, Extras.of_flat(extras))
         ctx.save_for_backward(q, k, v, out, lse, *extras)
         ctx.prepared = prepared
         ctx.set_materialize_grads(False)
@@ -193,16 +196,17 @@ class _Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         wanted = ctx.needs_input_grad
-        given = Extras(*extras)
+        given = Extras.of_flat(extras)
         terms = terms_of(given, wanted[_FIRST_EXTRA:])
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             found = ctx.prepared.backward(q, k, v, out, lse, dout, dlse, None, given, terms)
-        of_terms = tuple(term for term in terms if term is not None)
+        of_terms = tuple(terms.present.values())
         if torch.is_grad_enabled():
             found = _Once.apply(3 + len(of_terms), *found, *of_terms, q, k, v, dout)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
-            terms = TermGradients(*_in_places(terms, found[3:]))
+            terms = _in_places(terms, found[3:])
         asked_for = (gradient if wanted[i] else None for i, gradient in enumerate(found[:3]))
-        return (*asked_for, None, *(getattr(terms, name, None) for name in Extras._fields))
+        of_params = terms.params or (None,) * len(given.params)
+        return (*asked_for, None, *(getattr(terms, name, None) for name in SINGLE), *of_params)
 
 
 # Of the arguments of the function above: q, k, v and the prepared call come before them.
@@ -213,13 +217,15 @@ def terms_of(extras: Extras, wanted: Sequence[bool]) -> TermGradients:
     """Gradients to be written of those extras that are wanted, in the order of the extras."""
     if not any(wanted):
         return NO_TERMS
-    return TermGradients.unwritten(extras, list(itertools.compress(Extras._fields, wanted)))
+    made = TermGradients.unwritten(extras, list(itertools.compress(SINGLE, wanted)))
+    return made._replace(params=unwritten_params(extras, wanted[len(SINGLE) :]))
 
 
-def _in_places(terms: TermGradients, made: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+def _in_places(terms: TermGradients, made: Sequence[Tensor]) -> TermGradients:
     """Others for those terms that there are."""
     rest = iter(made)
-    return tuple(None if term is None else next(rest) for term in terms)
+    single = {name: next(rest) for name in SINGLE_TERMS if getattr(terms, name) is not None}
+    return TermGradients(**single, params=tuple(None if term is None else next(rest) for term in terms.params))
 
 
 class _Once(torch.autograd.Function):

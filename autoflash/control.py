@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from autoflash.arguments import (
 from autoflash.attention import (
     asks_for,
     asks_for_gradients,
+    asks_for_params,
     attention,
     attention_varlen,
     autocast,
@@ -48,6 +49,7 @@ from autoflash.errors import InvalidProblemError
 from autoflash.ops import CALLS, call_key
 from autoflash.problem import Pass
 from autoflash.runtime.executable import NO_EXTRAS, Extras
+from autoflash.runtime.modifiers import modified_by
 from autoflash.variant import Family
 
 
@@ -63,6 +65,9 @@ def explain(
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    score_mod: str | Callable[..., object] | None = None,
+    mask_mod: str | Callable[..., object] | None = None,
+    score_params: Mapping[str, Tensor | float] | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     layout: str = "bhsd",
@@ -90,6 +95,9 @@ def explain(
         alibi_slopes: See there.
         softcap: See there.
         sinks: See there.
+        score_mod: See there.
+        mask_mod: See there.
+        score_params: See there.
         dropout_p: See there.
         scale: See there.
         layout: See there.
@@ -108,7 +116,7 @@ def explain(
     refuse_unbuilt(**unbuilt)
     query, key, value = autocast(query, key, value) or (query, key, value)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        _refuse_added(mask, bias)
+        _refuse_dense(mask=mask, bias=bias, score_mod=score_mod, mask_mod=mask_mod)
         check_tensors(query, key, value, "thd")
         extras = packed_extras(query, key, cu_seqlens_q, cu_seqlens_k)
         q, k, v = packed(query, key, value)
@@ -124,6 +132,9 @@ def explain(
     if alibi_slopes is not None:
         batch = q.shape[0] if extras.sequences is None else extras.sequences
         extras = extras._replace(alibi_slopes=checked_slopes(alibi_slopes, q, batch))
+    modified = modified_by(score_mod, mask_mod, score_params, q.device)
+    if modified.params:
+        extras = extras._replace(params=modified.params)
     training = asks_for_gradients(q, k, v, extras)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -142,6 +153,9 @@ def explain(
         dropout_p=dropout_of(dropout_p),
         sequences=extras.sequences,
         longest=longest_of(max_seqlen_q, max_seqlen_k),
+        score_mod=modified.score_mod,
+        mask_mod=modified.mask_mod,
+        params_gradient=asks_for_params(modified.score_mod, modified.mask_mod, extras),
     )
     forwards, backwards = ladders(CALLS.resolver, q, k, v, options, extras)
     known = CALLS.prepared.get(call_key_of(q, k, v, options, extras))
@@ -172,6 +186,9 @@ def warmup(
     alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    score_mod: str | Callable[..., object] | None = None,
+    mask_mod: str | Callable[..., object] | None = None,
+    score_params: Mapping[str, Tensor | float] | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     layout: str = "bhsd",
@@ -203,6 +220,9 @@ def warmup(
         alibi_slopes: See there.
         softcap: See there.
         sinks: See there.
+        score_mod: See there.
+        mask_mod: See there.
+        score_params: See there.
         dropout_p: See there.
         scale: See there.
         layout: Of the shapes, see there.
@@ -236,11 +256,12 @@ def warmup(
     }
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if is_packed:
-        _refuse_added(mask, bias)
+        _refuse_dense(mask=mask, bias=bias, score_mod=score_mod, mask_mod=mask_mod)
         common |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         common |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     else:
         common |= {"mask": mask, "bias": bias, "layout": layout}
+        common |= {"score_mod": score_mod, "mask_mod": mask_mod, "score_params": score_params}
     call = attention_varlen if is_packed else attention
     with torch.set_grad_enabled(backward), torch.random.fork_rng(enabled=dropout_p != 0.0):
         result = call(*tensors, **common)
@@ -288,9 +309,9 @@ def forget() -> None:
     CALLS.reset()
 
 
-def _refuse_added(mask: Tensor | None, bias: Tensor | None) -> None:
-    for name, tensor in (("mask", mask), ("bias", bias)):
-        if tensor is not None:
+def _refuse_dense(**arguments: object) -> None:
+    for name, value in arguments.items():
+        if value is not None:
             raise InvalidProblemError(f"packed sequences have no {name}: leave {name} out")
 
 

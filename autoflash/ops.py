@@ -17,19 +17,28 @@ from autoflash import paths
 from autoflash.arguments import Options, check_tensors, policy_of
 from autoflash.calls import Calls, Pair, Prepared, Triple
 from autoflash.errors import UnsupportedError
-from autoflash.runtime.executable import NO_EXTRAS, Extras, TermGradients
+from autoflash.runtime.executable import (
+    NO_EXTRAS,
+    SINGLE,
+    SINGLE_TERMS,
+    Extras,
+    TermGradients,
+    unwritten_params,
+)
 from autoflash.runtime.layouts import strides_in_order_of
+from autoflash.runtime.modifiers import has_gradients
 
 CALLS = Calls()
 """What this process has prepared, by either route."""
 
 _OPTIONS = (
     "float scale, str causal, bool deterministic, str vendor, bool return_lse, bool training, SymInt window_left, "
-    "SymInt window_right, float softcap, float dropout_p, SymInt longest_q, SymInt longest_k"
+    "SymInt window_right, float softcap, float dropout_p, SymInt longest_q, SymInt longest_k, str score_mod, "
+    "str mask_mod"
 )
 _INPUTS = "Tensor query, Tensor key, Tensor value"
-_EXTRAS = ", ".join(f"Tensor? {name}" for name in Extras._fields)
-_WANTED = "bool sinks_gradient, bool bias_gradient, bool alibi_gradient"
+_EXTRAS = ", ".join([*(f"Tensor? {name}" for name in SINGLE), "Tensor[] params"])
+_WANTED = "bool sinks_gradient, bool bias_gradient, bool alibi_gradient, bool[] params_gradient"
 
 # torch leaves Library untyped.
 _library: Any = torch.library.Library("autoflash", "DEF")  # type: ignore[no-untyped-call]
@@ -39,7 +48,7 @@ _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library.define(f"attention_forward({_INPUTS}, {_EXTRAS}, {_OPTIONS}) -> (Tensor, Tensor)", tags=_TAGS)
 _library.define(
     f"attention_backward(Tensor dout, Tensor? dlse, {_INPUTS}, Tensor out, Tensor lse, "
-    f"{_EXTRAS}, {_WANTED}, {_OPTIONS}) -> ({', '.join(['Tensor'] * (3 + len(TermGradients._fields)))})",
+    f"{_EXTRAS}, {_WANTED}, {_OPTIONS}) -> ({', '.join(['Tensor'] * (3 + len(SINGLE_TERMS)))}, Tensor[])",
     tags=_TAGS,
 )
 
@@ -86,7 +95,8 @@ def layouts_of(extras: Extras) -> tuple[object, ...]:
     """What a prepared call depends on of its extras, but for the sequences."""
     slopes = extras.alibi_slopes
     each = None if slopes is None else slopes.shape[0]
-    return _layout_of(extras.mask), _layout_of(extras.bias), extras.sinks is None, each
+    params = tuple((param.dtype, param.shape, param.stride()) for param in extras.params)
+    return _layout_of(extras.mask), _layout_of(extras.bias), extras.sinks is None, each, params
 
 
 def _layout_of(mask: Tensor | None) -> tuple[object, ...] | None:
@@ -98,7 +108,8 @@ def _prepared(
     query: Tensor, key: Tensor, value: Tensor, extras: Extras, *options: Any, **gradients: bool
 ) -> tuple[Prepared, Pair | None]:
     """The prepared call, and its results where it had to be made to find it."""
-    scale, causal, deterministic, vendor, return_lse, training, left, right, softcap, dropout_p, *longest = options
+    scale, causal, deterministic, vendor, return_lse, training, left, right, softcap, dropout_p, *rest = options
+    *longest, score_mod, mask_mod = rest
     wanted = tuple(gradients.values())
     call = call_key(query, key, value, "op", *options, extras.sequences, *layouts_of(extras), *wanted)
     known = CALLS.prepared.get(call)
@@ -120,12 +131,17 @@ def _prepared(
         sequences=extras.sequences,
         longest_q=longest[0],
         longest_k=longest[1],
+        score_mod=score_mod,
+        mask_mod=mask_mod,
     )
     return CALLS.first(call, query, key, value, chosen, extras, differentiable=False)
 
 
-def _extras(*given: Tensor | None) -> Extras:
-    return NO_EXTRAS if all(extra is None for extra in given) else Extras(*given)
+def _extras(*given: Any) -> Extras:
+    *single, params = given
+    if not params and all(extra is None for extra in single):
+        return NO_EXTRAS
+    return Extras(**dict(zip(SINGLE, single, strict=True)), params=tuple(params))
 
 
 @contextlib.contextmanager
@@ -167,14 +183,16 @@ def _backward(
         terms = _wanted_terms(extras, rest)
         # Whatever the forward was told: a gradient is wanted now.
         options[_TRAINING] = True
+        wanted = rest[_COUNT + _TERMS - 1]
         gradients = {
             "alibi_gradient": terms.alibi_slopes is not None,
             "bias_gradient": terms.bias is not None,
+            "params_gradient": bool(wanted) and has_gradients(options[-2], options[-1], wanted),
         }
         prepared, _ = _prepared(query, key, value, extras, *options, **gradients)
         into = _gradients(query, key, value)
         made = prepared.backward(query, key, value, out, lse, dout, dlse, into, extras, terms)
-        return (*made, *_all(terms, query))
+        return (*made, *_all(terms, extras, query))
 
 
 def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Pair:
@@ -184,23 +202,27 @@ def _fake_forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Pair
 def _fake_backward(
     dout: Tensor, dlse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    terms = _wanted_terms(Extras(*rest[:_COUNT]), rest)
-    return (*_gradients(query, key, value), *_all(terms, query))
+    extras = _extras(*rest[:_COUNT])
+    return (*_gradients(query, key, value), *_all(_wanted_terms(extras, rest), extras, query))
 
 
 def _wanted_terms(extras: Extras, rest: Sequence[Any]) -> TermGradients:
     """Gradients to be written of the terms that are wanted, as the arguments behind the extras say."""
-    wanted = rest[_COUNT : _COUNT + _TERMS]
-    return TermGradients.unwritten(extras, list(itertools.compress(TermGradients._fields, wanted)))
+    *wanted, of_params = rest[_COUNT : _COUNT + _TERMS]
+    made = TermGradients.unwritten(extras, list(itertools.compress(SINGLE_TERMS, wanted)))
+    return made._replace(params=unwritten_params(extras, of_params))
 
 
-def _all(terms: TermGradients, query: Tensor) -> list[Tensor]:
+def _all(terms: TermGradients, extras: Extras, query: Tensor) -> list[Any]:
     """A tensor for each: one without elements for those that nobody asked for, since operators return no None."""
-    return [query.new_empty(0) if term is None else term for term in terms]
+    single, params = (getattr(terms, name) for name in SINGLE_TERMS), terms.params or (None,) * len(extras.params)
+    made, of_params = ([query.new_empty(0) if term is None else term for term in each] for each in (single, params))
+    return [*made, of_params]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
-    ctx.save_for_backward(*inputs[: 3 + _COUNT], *output)
+    *single, params = inputs[: 3 + _COUNT]
+    ctx.save_for_backward(*single, *output, *params)
     ctx.options = inputs[3 + _COUNT :]
     ctx.set_materialize_grads(False)
 
@@ -211,16 +233,23 @@ def _differentiate(
     dlse: Tensor | None,
     *,
     operator: Callable[..., tuple[Tensor, ...]] = torch.ops.autoflash.attention_backward,
-) -> tuple[Tensor | None, ...]:
-    query, key, value, *extras, out, lse = ctx.saved_tensors
+) -> tuple[Any, ...]:
+    query, key, value, *rest = ctx.saved_tensors
+    count = len(SINGLE)
+    extras, (out, lse), params = rest[:count], rest[count : count + 2], rest[count + 2 :]
     dout = torch.zeros_like(out) if dout is None else dout
     dlse = dlse if ctx.options[_RETURN_LSE] else None
-    needed = dict(zip(Extras._fields, ctx.needs_input_grad[3 : 3 + _COUNT], strict=True))
-    wanted = [needed[name] for name in TermGradients._fields]
-    made = operator(dout, dlse, query, key, value, out, lse, *extras, *wanted, *ctx.options)
-    terms = dict(zip(TermGradients._fields, made[3:], strict=True))
-    of_extras = (terms[name] if needed[name] else None for name in Extras._fields)
-    return (*made[:3], *of_extras, *(None for _ in ctx.options))
+    *flags, of_params = ctx.needs_input_grad[3 : 3 + _COUNT]
+    needed = dict(zip(SINGLE, flags, strict=True))
+    # A function of functorch's has none where torch.library has a list.
+    is_listed = not isinstance(of_params, bool)
+    of_params = [bool(flag) for flag in of_params] if params else []
+    wanted = [needed[name] for name in SINGLE_TERMS]
+    made = operator(dout, dlse, query, key, value, out, lse, *extras, params, *wanted, of_params, *ctx.options)
+    terms = dict(zip(SINGLE_TERMS, made[3:], strict=False))
+    of_extras = (terms[name] if needed[name] else None for name in SINGLE)
+    gradients = [term if flag else None for term, flag in zip(made[-1], of_params, strict=True)]
+    return (*made[:3], *of_extras, gradients if is_listed else None, *(None for _ in ctx.options))
 
 
 class Transformable(torch.autograd.Function):
@@ -275,13 +304,15 @@ def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 def _map(operator: Any, tensors: int) -> Any:
     """The rule of an operator whose first tensors, and the mask behind them, have a batch dimension."""
 
-    def rule(
-        info: Any, in_dims: tuple[int | None, ...], *arguments: Any
-    ) -> tuple[tuple[Tensor, ...], tuple[int | None, ...]]:
+    def rule(info: Any, in_dims: tuple[int | None, ...], *arguments: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         size = info.batch_size
-        extras = Extras(*arguments[tensors : tensors + _COUNT])
+        extras = _extras(*arguments[tensors : tensors + _COUNT])
+        if arguments[-1] or arguments[-2]:
+            raise UnsupportedError(
+                "vmap with an expression is not built: give the mapped dimension to the batch instead"
+            )
         cu_seqlens_q, rng = extras.cu_seqlens_q, extras.rng
-        terms = [name for name in TermGradients._fields if getattr(extras, name) is not None]
+        terms = [name for name in SINGLE_TERMS if getattr(extras, name) is not None]
         if terms:
             raise UnsupportedError(f"vmap with {terms[0]} is not built: give the mapped dimension to the batch instead")
         if cu_seqlens_q is not None:
@@ -290,10 +321,12 @@ def _map(operator: Any, tensors: int) -> Any:
             raise UnsupportedError("vmap with dropout is not built: give the mapped dimension to the batch instead")
         folded = [_fold(x, dim, size) for x, dim in zip(arguments[: tensors + 1], in_dims[: tensors + 1], strict=True)]
         results = operator(*folded, *arguments[tensors + 1 :])
+        lists = [result for result in results if not isinstance(result, Tensor)]
+        results = [result for result in results if isinstance(result, Tensor)]
         mapped = tuple(result.unflatten(0, (size, -1)) for result in results if result.ndim > 1)
         # Those that nobody asked for.
         rest = results[len(mapped) :]
-        return (*mapped, *rest), (*(0 for _ in mapped), *(None for _ in rest))
+        return (*mapped, *rest, *lists), (*(0 for _ in mapped), *(None for _ in rest), *([] for _ in lists))
 
     return rule
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import cast
 
 from autoflash import keys
 from autoflash.errors import InvalidProblemError
@@ -48,14 +50,16 @@ class Alignment(str, Enum):
 class Feature(str, Enum):
     """What a problem asks for beyond plain attention. Each is a partial of the templates, and part of a kernel's form.
 
-    The order is that of a score's life: soft-capped, added to, hidden; it becomes a probability beside its sink; then
-    probabilities are dropped.
+    The order is that of a score's life: soft-capped, modified, added to, hidden; it becomes a probability beside its
+    sink; then probabilities are dropped.
     """
 
     VARLEN = "varlen"
     """Sequences of different lengths, packed one after the other."""
     SOFTCAP = "softcap"
     """Scores become cap * tanh(score / cap)."""
+    SCORE_MOD = "score_mod"
+    """Scores become what an expression makes of them."""
     ALIBI = "alibi"
     """Scores fall with the distance of the key from the query's position, for each head by a slope of its own."""
     BIAS = "bias"
@@ -64,12 +68,16 @@ class Feature(str, Enum):
     """A tensor is added to the scores. It has no gradient."""
     BOOL_MASK = "bool_mask"
     """A tensor says which pairs take part."""
+    MASK_MOD = "mask_mod"
+    """An expression says which pairs take part."""
     WINDOW = "window"
     """Keys too far to the left or right of the query's position are hidden."""
     SINKS = "sinks"
     """Each head has a score that takes its share of the softmax, and has no key."""
     DROPOUT = "dropout"
     """Probabilities are dropped at random, and the others scaled up."""
+    PARAMS_GRADIENT = "params_gradient"
+    """The backward also gives the gradients of the score_mod's parameters."""
     ALIBI_GRADIENT = "alibi_gradient"
     """The backward also gives the gradient of the slopes."""
     BIAS_GRADIENT = "bias_gradient"
@@ -112,6 +120,9 @@ class Problem:
         window_left, window_right: A query at position p sees the keys from p - left to p + right, both included; None
             has no bound there. A causal mask takes its part as well.
         softcap: Scores become softcap * tanh(score / softcap); 0 leaves them alone.
+        score_mod, mask_mod: Expressions in one line, as :class:`autoflash.expression.expression.Expression` is written;
+            empty for none. A score_mod follows the softcap.
+        params_gradient: The backward gives the gradients of the score_mod's parameters. Always False forward.
         mask_tensor: Whether each pair also has an element of a tensor, and of which kind.
         alibi: Scores fall with the distance of the key from the query's position.
         alibi_gradient: The backward gives the gradient of the slopes. Always False forward.
@@ -139,6 +150,9 @@ class Problem:
     window_left: int | None = None
     window_right: int | None = None
     softcap: float = 0.0
+    score_mod: str = ""
+    mask_mod: str = ""
+    params_gradient: bool = False
     mask_tensor: MaskTensor = MaskTensor.NONE
     alibi: bool = False
     alibi_gradient: bool = False
@@ -168,6 +182,7 @@ class Problem:
             object.__setattr__(self, "alignment", Alignment.BOTTOM_RIGHT)
         if self.op is Pass.FORWARD:
             object.__setattr__(self, "deterministic", False)
+            object.__setattr__(self, "params_gradient", False)
             object.__setattr__(self, "alibi_gradient", False)
             object.__setattr__(self, "bias_gradient", False)
         if self.dtype is not DType.FP32:
@@ -182,6 +197,10 @@ class Problem:
             raise InvalidProblemError("packed_q and packed_k belong together: give both or neither")
         if self.is_varlen and self.mask_tensor is not MaskTensor.NONE:
             raise InvalidProblemError("packed sequences have no mask tensor: leave mask_tensor at none")
+        if self.is_varlen and (self.score_mod or self.mask_mod):
+            raise InvalidProblemError("packed sequences have no score_mod and no mask_mod: leave them empty")
+        if self.params_gradient and not self.score_mod:
+            raise InvalidProblemError("params_gradient needs a score_mod")
         if self.is_varlen and self.bias:
             raise InvalidProblemError("packed sequences have no bias: leave it False")
         if (self.bias_gradient and not self.bias) or (self.alibi_gradient and not self.alibi):
@@ -212,13 +231,16 @@ class Problem:
         asked = {
             Feature.VARLEN: self.is_varlen,
             Feature.SOFTCAP: self.softcap > 0.0,
+            Feature.SCORE_MOD: bool(self.score_mod),
             Feature.ALIBI: self.alibi,
             Feature.BIAS: self.bias,
             Feature.FLOAT_MASK: self.mask_tensor is MaskTensor.FLOAT,
             Feature.BOOL_MASK: self.mask_tensor is MaskTensor.BOOL,
+            Feature.MASK_MOD: bool(self.mask_mod),
             Feature.WINDOW: self.has_window,
             Feature.SINKS: self.sinks,
             Feature.DROPOUT: self.dropout_p > 0.0,
+            Feature.PARAMS_GRADIENT: self.params_gradient,
             Feature.ALIBI_GRADIENT: self.alibi_gradient,
             Feature.BIAS_GRADIENT: self.bias_gradient,
         }
@@ -287,16 +309,25 @@ class Form:
         op: Forward or backward.
         mask: Which keys a query sees.
         features: What is asked for beyond that, in the order of :class:`Feature`.
+        score_mod, mask_mod: As in :class:`Problem`.
     """
 
     op: Pass
     mask: Mask
     features: tuple[Feature, ...] = ()
+    score_mod: str = ""
+    mask_mod: str = ""
 
     @classmethod
     def of(cls, problem: Problem | Cell) -> Form:
         """The form of a problem or cell."""
-        return cls(op=problem.op, mask=problem.mask, features=problem.features)
+        return cls(
+            op=problem.op,
+            mask=problem.mask,
+            features=problem.features,
+            score_mod=problem.score_mod,
+            mask_mod=problem.mask_mod,
+        )
 
     def has(self, *names: str) -> bool:
         """Whether it has one of these features.
@@ -314,7 +345,7 @@ class Form:
         Gradients of terms are kernels of their own.
         """
         elsewhere = {Feature.VARLEN if self.op is Pass.FORWARD else Feature.SINKS}
-        elsewhere |= {Feature.ALIBI_GRADIENT, Feature.BIAS_GRADIENT}
+        elsewhere |= {Feature.ALIBI_GRADIENT, Feature.BIAS_GRADIENT, Feature.PARAMS_GRADIENT}
         return tuple(feature for feature in self.features if feature not in elsewhere)
 
     def __str__(self) -> str:
@@ -327,7 +358,8 @@ class Cell:
     """A problem with its sizes in buckets: the unit that is tuned, recorded and looked up.
 
     Attributes:
-        op, dtype, head_dim, head_dim_v, mask, deterministic, tf32, features: As in :class:`Problem`.
+        op, dtype, head_dim, head_dim_v, mask, deterministic, tf32, features, score_mod, mask_mod: As in
+            :class:`Problem`.
         group: Query heads per key/value head.
         q_bucket, k_bucket: ``(S - 1).bit_length()`` of Sq and Sk; bucket b holds 2**(b-1) < S <= 2**b.
         parallelism: How many query tiles there are per multiprocessor.
@@ -348,11 +380,22 @@ class Cell:
     parallelism: Parallelism
     features: tuple[Feature, ...] = ()
     window_bucket: int = 0
+    score_mod: str = ""
+    mask_mod: str = ""
+
+    def without(self, dropped: Sequence[Feature]) -> Cell:
+        """The cell that does not ask for some features."""
+        return dataclasses.replace(
+            self,
+            features=tuple(feature for feature in self.features if feature not in dropped),
+            score_mod="" if Feature.SCORE_MOD in dropped else self.score_mod,
+            mask_mod="" if Feature.MASK_MOD in dropped else self.mask_mod,
+        )
 
     def to_dict(self) -> dict[str, str | int | bool]:
-        """Plain JSON content; :meth:`from_dict` reads it back. Features are named only where there are some.
+        """Plain JSON content; :meth:`from_dict` reads it back. Features and expressions are named where there are some.
 
-        So the keys of plain cells are those that they had before there were features.
+        So the keys of cells are those that they had before there was what they do not ask for.
         """
         content: dict[str, str | int | bool] = {}
         for field in dataclasses.fields(self):
@@ -363,6 +406,9 @@ class Cell:
             content["features"] = features_text(self.features)
         else:
             del content["window_bucket"]
+        for name in _LINES:
+            if not content[name]:
+                del content[name]
         return content
 
     @classmethod
@@ -375,17 +421,22 @@ class Cell:
         enums = {"op": Pass, "dtype": DType, "mask": Mask, "parallelism": Parallelism}
         names = {field.name for field in dataclasses.fields(cls)}
         optional = {"features", "window_bucket"}
-        if set(content) not in (names, names - optional):
+        plain = names - optional - set(_LINES)
+        if set(content) != plain and set(content) - set(_LINES) != plain | optional:
             raise ValueError(f"a cell has the fields {sorted(names)}, got {sorted(content)}")
         values: dict[str, object] = {
             name: enums[name](value) if name in enums else value for name, value in content.items()
         }
         for name, value in values.items():
-            expected = str if name == "features" else bool if name in ("deterministic", "tf32") else int
+            is_text = name == "features" or name in _LINES
+            expected = str if is_text else bool if name in ("deterministic", "tf32") else int
             if name not in enums and type(value) is not expected:
                 raise ValueError(f"{name} of a cell must be {expected.__name__}, got {value!r}")
         if "features" in values:
             values["features"] = features_of(str(values["features"]))
+        for name, line in _LINES.items():
+            if bool(values.get(name)) != (line in cast("tuple[Feature, ...]", values.get("features", ()))):
+                raise ValueError(f"a cell with the feature {name} has a line of that name, and no other has")
         return cls(**values)  # type: ignore[arg-type]  # each value was checked above
 
     @property
@@ -404,6 +455,10 @@ class Cell:
         parts += [f"q{2**self.q_bucket}", f"k{2**self.k_bucket}"]
         parts += [self.parallelism.value] if self.parallelism is not Parallelism.HIGH else []
         return "/".join(parts)
+
+
+_LINES = {"score_mod": Feature.SCORE_MOD, "mask_mod": Feature.MASK_MOD}
+"""Fields of a cell that hold an expression, and the features that they stand for."""
 
 
 def features_text(features: tuple[Feature, ...]) -> str:

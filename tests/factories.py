@@ -123,6 +123,8 @@ def make_cell(
     parallelism: Parallelism = Parallelism.HIGH,
     features: tuple[Feature, ...] = (),
     window_bucket: int = 0,
+    score_mod: str = "",
+    mask_mod: str = "",
 ) -> Cell:
     """A plain forward cell with 512 < S <= 1024; ``head_dim_v`` and ``k_bucket`` follow their partners."""
     return Cell(
@@ -139,6 +141,8 @@ def make_cell(
         parallelism=parallelism,
         features=features,
         window_bucket=window_bucket,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
     )
 
 

@@ -198,10 +198,7 @@ def test_no_queries_give_an_empty_output(kernels: FakeKernels, sizes: dict[str, 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("score_mod", lambda score: score),
-        ("score_params", ()),
-    ],
+    [],
 )
 def test_an_argument_that_is_not_built_is_refused_by_name(kernels: FakeKernels, name: str, value: object) -> None:
     q, k, v = tensors()

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoflash
-from autoflash.runtime.executable import Extras, TermGradients
+from autoflash.runtime.executable import SINGLE, SINGLE_TERMS
 from tests.dispatch.fakes import FakeKernels, dispatching
 
 # Dynamo itself warns of its own deprecations, which filterwarnings=error would make failures of ours.
@@ -20,9 +20,9 @@ pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
 FORWARD = torch.ops.autoflash.attention_forward.default
 BACKWARD = torch.ops.autoflash.attention_backward.default
-PLAIN = (None,) * len(Extras._fields)
-NOT_WANTED = (False,) * len(TermGradients._fields)
-NO_FEATURES = (-1, -1, 0.0, 0.0, 0, 0)
+PLAIN = (*(None,) * len(SINGLE), [])
+NOT_WANTED = (*(False,) * len(SINGLE_TERMS), [])
+NO_FEATURES = (-1, -1, 0.0, 0.0, 0, 0, "", "")
 LAYOUTS = list(itertools.product([False, True], repeat=3))
 # Tracing through AOTAutograd takes seconds; which strides it sees is the business of the fake tensors' check.
 QUICK_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoflash.errors import InvalidProblemError
-from autoflash.problem import Alignment, Cell, DType, Mask, Parallelism, Pass, Problem
+from autoflash.problem import Alignment, Cell, DType, Feature, Mask, Parallelism, Pass, Problem
 from tests.factories import make_cell, make_problem
 
 
@@ -127,3 +127,15 @@ def _visible(problem: Problem) -> set[tuple[int, int]]:
         for key in range(problem.seqlen_k)
         if -left <= key - (row + problem.diagonal) <= right
     }
+
+
+def test_a_cell_names_its_expressions_and_plain_cells_name_none() -> None:
+    plain = make_cell()
+    modified = make_cell(features=(Feature.SCORE_MOD,), score_mod="score_mod() = score * 2")
+
+    assert not {"score_mod", "mask_mod"} & set(plain.to_dict())
+    assert modified.to_dict()["score_mod"] == "score_mod() = score * 2"
+    assert Cell.from_dict(modified.to_dict()) == modified
+    assert modified.without([Feature.SCORE_MOD]) == plain
+    with pytest.raises(ValueError, match="the feature score_mod has a line"):
+        Cell.from_dict({**modified.to_dict(), "features": "softcap"})

@@ -56,6 +56,7 @@ def test_attention_has_the_promised_signature() -> None:
         "softcap",
         "sinks",
         "score_mod",
+        "mask_mod",
         "score_params",
         "dropout_p",
         "scale",

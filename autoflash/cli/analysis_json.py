@@ -24,6 +24,8 @@ def problem_json(problem: Problem) -> dict[str, Json]:
         "seqlen_k": problem.seqlen_k,
         "window": [problem.window_left, problem.window_right],
         "softcap": problem.softcap,
+        "score_mod": problem.score_mod,
+        "mask_mod": problem.mask_mod,
         "mask_tensor": problem.mask_tensor.value,
         "alibi": problem.alibi,
         "alibi_gradient": problem.alibi_gradient,

@@ -9,6 +9,8 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 import click
 
+from autoflash.errors import ExpressionError
+from autoflash.expression.expression import Role, of_line, parse
 from autoflash.problem import Cell, Feature, MaskTensor, Pass
 from autoflash.search.presets import Asked
 
@@ -42,6 +44,25 @@ class Window(click.ParamType):  # type: ignore[type-arg]  # generic only since c
         return left, right
 
 
+class Line(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.4
+    """An expression such as ``score * 2``; with parameters, a whole line, ``score_mod(t: float 1) = score + t[h]``."""
+
+    name = "line"
+
+    def __init__(self, role: Role) -> None:
+        """Of this role."""
+        self._role = role
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """The canonical line; empty for none."""
+        text = str(value)
+        try:
+            is_line = text.startswith(f"{self._role.value}(")
+            return str(of_line(text) if is_line else parse(text, (), self._role)) if text else ""
+        except ExpressionError as error:
+            self.fail(str(error), param, ctx)
+
+
 def feature_options(command: Callable[Concatenate[Asked, P], R]) -> Callable[P, R]:
     """Give a command options that ask for features, handed over as its first argument."""
 
@@ -61,11 +82,15 @@ def feature_options(command: Callable[Concatenate[Asked, P], R]) -> Callable[P, 
     @click.option("--bias", is_flag=True, help="With a tensor that is added to the scores and may have a gradient.")
     @click.option("--bias-gradient", is_flag=True, help="With a bias whose gradient the backward gives.")
     @click.option("--sinks", is_flag=True, help="With a score of each head that has no key.")
+    @click.option("--score-mod", type=Line(Role.SCORE_MOD), default="", metavar="LINE", help="Scores as it says.")
+    @click.option("--mask-mod", type=Line(Role.MASK_MOD), default="", metavar="LINE", help="Keys as it says.")
+    @click.option("--params-gradient", is_flag=True, help="A backward also of the --score-mod's parameters.")
     @click.option("--varlen", is_flag=True, help="Sequences of different lengths, packed one after the other.")
     @functools.wraps(command)
     def with_asked(*args: P.args, **options: P.kwargs) -> R:
         names = ["window", "softcap", "dropout", "bool_mask", "float_mask", "alibi", "alibi_gradient"]
         names += ["bias", "bias_gradient", "sinks", "varlen"]
+        names += ["score_mod", "mask_mod", "params_gradient"]
         return command(_asked(**{name: options.pop(name) for name in names}), *args, **options)  # type: ignore[arg-type]  # click has typed them
 
     return with_asked
@@ -78,6 +103,11 @@ def with_features(cell: Cell, names: tuple[str, ...]) -> Cell:
         click.UsageError: for features that do not go together.
     """
     features = tuple(feature for feature in Feature if feature in cell.features or feature.value in names)
+    for name, line in (("score_mod", cell.score_mod), ("mask_mod", cell.mask_mod)):
+        if name in names and not line:
+            raise click.UsageError(f"--feature {name} is asked for by --{name.replace('_', '-')} LINE")
+    if Feature.PARAMS_GRADIENT in features and not cell.score_mod:
+        raise click.UsageError("--feature params_gradient needs a --score-mod")
     masks = [feature for feature in (Feature.BOOL_MASK, Feature.FLOAT_MASK) if feature in features]
     if len(masks) == 2:
         raise click.UsageError("there is one mask tensor: bool_mask or float_mask, not both")
@@ -106,10 +136,17 @@ def _asked(
     bias_gradient: bool,
     sinks: bool,
     varlen: bool,
+    score_mod: str,
+    mask_mod: str,
+    params_gradient: bool,
 ) -> Asked:
     mask_tensor = _mask_tensor(bool_mask, float_mask)
     if varlen and mask_tensor is not MaskTensor.NONE:
         raise click.UsageError(f"--varlen and --{mask_tensor.value}-mask: packed sequences have no mask tensor")
+    if varlen and (score_mod or mask_mod):
+        raise click.UsageError("--varlen with --score-mod or --mask-mod: packed sequences have no expressions")
+    if params_gradient and not score_mod:
+        raise click.UsageError("--params-gradient needs a --score-mod")
     bias = bias or bias_gradient
     if varlen and bias:
         raise click.UsageError("--varlen and --bias: packed sequences have no bias")
@@ -123,6 +160,9 @@ def _asked(
         bias=bias,
         bias_gradient=bias_gradient,
         sinks=sinks,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        params_gradient=params_gradient,
         packed=varlen,
     )
 

@@ -44,13 +44,19 @@ _SCORES: dict[str, object] = {
     "alibi_gradient": True,
 }
 
+# A table of relative distances, and documents.
+_SCORE_MOD = "score_mod(n: int 0, t: float 2) = score + t[h, q_idx - kv_idx + n]"
+_MASK_MOD = "mask_mod(doc: int 2) = doc[b, kv_idx] == doc[b, q_idx]"
+
 FORMS: dict[str, dict[str, object]] = {
     Mask.FULL.value: {},
     Mask.CAUSAL.value: {"mask": Mask.CAUSAL},
     Feature.VARLEN.value: _PACKED,
     Feature.SOFTCAP.value: {"softcap": 20.0},
+    Feature.SCORE_MOD.value: {"score_mod": _SCORE_MOD},
     Feature.FLOAT_MASK.value: {"mask_tensor": MaskTensor.FLOAT},
     Feature.BOOL_MASK.value: {"mask_tensor": MaskTensor.BOOL},
+    Feature.MASK_MOD.value: {"mask_mod": _MASK_MOD},
     Feature.WINDOW.value: _WINDOW,
     Feature.ALIBI.value: {"alibi": True},
     Feature.ALIBI_GRADIENT.value: {"alibi": True, "alibi_gradient": True},
@@ -58,7 +64,14 @@ FORMS: dict[str, dict[str, object]] = {
     Feature.BIAS_GRADIENT.value: {"bias": True, "bias_gradient": True},
     Feature.SINKS.value: {"sinks": True},
     Feature.DROPOUT.value: {"dropout_p": 0.1},
+    Feature.PARAMS_GRADIENT.value: {"score_mod": _SCORE_MOD, "params_gradient": True},
     "together": {**_SCORES, "mask_tensor": MaskTensor.FLOAT, "bias": True, "bias_gradient": True},
+    "together_expressions": {
+        **_SCORES,
+        "score_mod": _SCORE_MOD,
+        "mask_mod": _MASK_MOD,
+        "mask_tensor": MaskTensor.FLOAT,
+    },
     "together_varlen": {**_SCORES, **_PACKED},
 }
 """What ``--feature`` may name: each mask, each feature, and as many of them as go together."""

@@ -8,6 +8,7 @@ from typing import NoReturn
 import jinja2
 
 from autoflash import paths
+from autoflash.codegen.expressions import expressions
 from autoflash.errors import RenderError
 
 
@@ -25,7 +26,7 @@ def environment() -> jinja2.Environment:
     """The environment that every template is rendered in.
 
     Templates see ``problem`` (a :class:`~autoflash.problem.Form`), ``structure``
-    (:class:`~autoflash.variant.Choices`) and ``fail``; the header also sees its own fields.
+    (:class:`~autoflash.variant.Choices`), ``fail`` and ``expressions``; the header also sees its own fields.
     """
     created = jinja2.Environment(
         loader=jinja2.FileSystemLoader(paths.templates_dir()),
@@ -36,4 +37,5 @@ def environment() -> jinja2.Environment:
         autoescape=False,  # Python source, not HTML
     )
     created.globals["fail"] = fail
+    created.globals["expressions"] = expressions
     return created

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import io
+import shlex
 import tokenize
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ import jinja2
 
 from autoflash import keys
 from autoflash.codegen.environment import environment
-from autoflash.errors import RenderError
+from autoflash.errors import ExpressionError, RenderError
 from autoflash.problem import Form, Mask
 from autoflash.variant import Choices, Family
 
@@ -71,7 +72,7 @@ def render(form: Form, family: Family, structure: Choices) -> RenderedSource:
                 command=_command(form, family, structure),
             )
         )
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, ExpressionError) as error:
         raise RenderError(f"{template} cannot render {family.value} [{structure}] for {form}: {error}") from error
     except SyntaxError as error:
         raise RenderError(f"{template} gives no valid Python for [{structure}] and {form}: {error}") from error
@@ -103,7 +104,9 @@ def _command(form: Form, family: Family, structure: Choices) -> str:
     """The command line that prints this source."""
     words = ["autoflash render", f"--pass {form.op.value}", f"--family {family.value}"]
     words += ["--causal"] if form.mask is Mask.CAUSAL else []
-    words += [f"--feature {feature.value}" for feature in form.features]
+    lines = {"score_mod": form.score_mod, "mask_mod": form.mask_mod}
+    words += [f"--feature {feature.value}" for feature in form.features if feature.value not in lines]
+    words += [f"--{name.replace('_', '-')} {shlex.quote(line)}" for name, line in lines.items() if line]
     words += [f"--head-dim {_SPLIT_HEAD_DIM}"] if "head_dim_tiles" in structure else []
     return " ".join([*words, *(f"--set {setting}" for setting in str(structure).split())])
 

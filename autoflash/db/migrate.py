@@ -11,22 +11,17 @@ from autoflash.errors import DatabaseError
 VERSION_TABLE = "autoflash_version"
 """Our own name: Optuna's and other people's histories use ``alembic_version``."""
 
-CURRENT = "0002"
+CURRENT = "0003"
 """The revision that ``schema.py`` describes."""
 
-READABLE = ("0001", CURRENT)
+READABLE = ("0002", CURRENT)
 """Revisions whose decisions a reader understands without a migration: the current one and the one before."""
 
-KNOWN = ("0001", "0002")
+KNOWN = ("0001", "0002", "0003")
 """All revisions, oldest first; a database at any of them can be upgraded."""
 
-# What the tables of the revision before lack, as columns of a query: plain attention.
-_ADDED = {
-    "0001": {
-        "cell": "'' AS features, 0 AS window_bucket",
-        "verification": "'' AS features",
-    }
-}
+# What the tables of the revision before lack, as columns of a query: no expressions.
+_ADDED = {"0002": {"cell": "NULL AS score_mod, NULL AS mask_mod"}}
 
 # Arbitrary, but ours: serialises migrations on PostgreSQL, where there is no file to lock.
 _ADVISORY_LOCK = 0x6175746F
@@ -76,7 +71,7 @@ def lay_views(connection: Connection) -> None:
             connection.execute(text(f"CREATE TEMP VIEW {table} AS SELECT *, {columns} FROM main.{table}"))
         return
     # A pooled connection keeps its views, and the database may have been upgraded since.
-    for table in _ADDED["0001"]:
+    for table in _ADDED["0002"]:
         connection.execute(text(f"DROP VIEW IF EXISTS pg_temp.{table}"))
     for table, columns in added.items():
         # Unqualified, the name is that of the table: the view is not there yet.

@@ -87,6 +87,8 @@ def find_or_add_cell(session: Session, cell: Cell) -> CellRow:
             parallelism=cell.parallelism,
             features=features_text(cell.features),
             window_bucket=cell.window_bucket,
+            score_mod=cell.score_mod or None,
+            mask_mod=cell.mask_mod or None,
         ),
     )
 
@@ -228,6 +230,8 @@ def cell_of(row: CellRow) -> Cell:
         parallelism=row.parallelism,
         features=features_of(row.features),
         window_bucket=row.window_bucket,
+        score_mod=row.score_mod or "",
+        mask_mod=row.mask_mod or "",
     )
 
 

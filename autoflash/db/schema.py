@@ -76,7 +76,10 @@ class Base(DeclarativeBase):
 
 
 class CellRow(Base):
-    """What was to be computed. ``features`` are named as in a cell's JSON; empty for plain attention."""
+    """What was to be computed. ``features`` are named as in a cell's JSON; empty for plain attention.
+
+    Expressions are lines as they are in a cell's JSON; NULL for none.
+    """
 
     __tablename__ = "cell"
 
@@ -95,6 +98,8 @@ class CellRow(Base):
     parallelism: Mapped[Parallelism] = mapped_column(_enum(Parallelism, "parallelism"))
     features: Mapped[str] = mapped_column(Text, server_default="")
     window_bucket: Mapped[int] = mapped_column(server_default=text("0"))
+    score_mod: Mapped[str | None] = mapped_column(Text)
+    mask_mod: Mapped[str | None] = mapped_column(Text)
 
 
 class VariantRow(Base):

@@ -67,6 +67,8 @@ def cell_of(problem: Problem, device: Device) -> Cell:
         parallelism=parallelism(problem, device),
         features=problem.features,
         window_bucket=window_bucket(problem),
+        score_mod=problem.score_mod,
+        mask_mod=problem.mask_mod,
     )
 
 
@@ -100,6 +102,9 @@ def problem_of(cell: Cell, device: Device) -> Problem:
         window_left=left,
         window_right=right,
         softcap=_SOFTCAP if Feature.SOFTCAP in cell.features else 0.0,
+        score_mod=cell.score_mod,
+        mask_mod=cell.mask_mod,
+        params_gradient=Feature.PARAMS_GRADIENT in cell.features,
         mask_tensor=_mask_tensor(cell),
         alibi=Feature.ALIBI in cell.features,
         alibi_gradient=Feature.ALIBI_GRADIENT in cell.features,

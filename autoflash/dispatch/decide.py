@@ -153,6 +153,7 @@ def is_neighbour(cell: Cell, other: Cell) -> bool:
     return (
         (cell.op, cell.dtype, cell.head_dim, cell.head_dim_v, cell.mask, cell.features)
         == (other.op, other.dtype, other.head_dim, other.head_dim_v, other.mask, other.features)
+        and (cell.score_mod, cell.mask_mod) == (other.score_mod, other.mask_mod)
         and (cell.deterministic, cell.tf32, cell.group) == (other.deterministic, other.tf32, other.group)
         and abs(cell.q_bucket - other.q_bucket) <= 1
         and abs(cell.k_bucket - other.k_bucket) <= 1

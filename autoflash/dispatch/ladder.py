@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from autoflash.device import Device, DeviceKind
@@ -20,12 +20,15 @@ _MOST_HITS = 3
 # with them. A window changes which tiles there are, and packed sequences how long they are.
 _NEUTRAL = (
     Feature.SOFTCAP,
+    Feature.SCORE_MOD,
     Feature.ALIBI,
     Feature.BIAS,
     Feature.FLOAT_MASK,
     Feature.BOOL_MASK,
+    Feature.MASK_MOD,
     Feature.SINKS,
     Feature.DROPOUT,
+    Feature.PARAMS_GRADIENT,
     Feature.ALIBI_GRADIENT,
     Feature.BIAS_GRADIENT,
 )
@@ -158,7 +161,7 @@ def _lenders(cell: Cell) -> Iterator[Cell]:
     neutral = [feature for feature in _NEUTRAL if feature in cell.features]
     for count in range(1, len(neutral) + 1):
         for dropped in itertools.combinations(neutral, count):
-            yield replace(cell, features=tuple(feature for feature in cell.features if feature not in dropped))
+            yield cell.without(dropped)
 
 
 def _borrowed(cell: Cell, here: Here, hit: Hit, ranked: Ranked) -> Candidate:

@@ -195,6 +195,8 @@ def _exact(cell: Cell) -> tuple[object, ...]:
         cell.deterministic,
         cell.tf32,
         cell.features,
+        cell.score_mod,
+        cell.mask_mod,
     )
 
 

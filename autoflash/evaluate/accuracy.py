@@ -116,9 +116,9 @@ def accuracy_cases(problem: Problem) -> tuple[Case, ...]:
 def torch_errors(case: Case, device: str) -> dict[str, dict[str, float]]:
     """Largest errors by backend and output; computed once for all the kernels that are compared on a case.
 
-    A backend is left out where it cannot do the problem (softcap, terms, dropout of given numbers), raises, or
-    gives elements that are not finite. Causal masks that are aligned to the bottom right and windows are given to it as
-    a mask; key heads are repeated; packed sequences are computed one by one.
+    A backend is left out where it cannot do the problem (softcap, expressions, terms, or a dropout of given numbers),
+    raises, or gives elements that are not finite. Causal masks that are aligned to the bottom right and windows are
+    given to it as a mask; key heads are repeated; packed sequences are computed one by one.
     """
     problem = case.problem
     wanted = expected(case, device, True)
@@ -174,7 +174,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, semantics: Semantics, block: Block)
     shape = (*queries.shape[:3], keys.shape[2])
     if semantics.mask is None and semantics.left is None and semantics.right == 0 and block.diagonal == 0:
         return functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=semantics.scale)
-    hidden, mask = semantics.hidden(block, q.device), semantics.mask
+    hidden, mask = semantics.hidden(q.new_empty(0), block), semantics.mask
     if mask is not None and mask.dtype is not torch.bool:
         mask = mask.to(q.dtype) if hidden is None else mask.to(q.dtype).masked_fill(hidden, -math.inf)
     elif hidden is not None:

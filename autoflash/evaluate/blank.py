@@ -7,7 +7,10 @@ from typing import TypedDict
 import torch
 from torch import Tensor
 
+from autoflash.codegen.expressions import expression_of, parameters_of
 from autoflash.device import Device
+from autoflash.evaluate.terms import draw_params
+from autoflash.expression.expression import Role
 from autoflash.problem import DType, MaskTensor, Pass, Problem
 from autoflash.runtime.layouts import TORCH_TYPES, usual_bias_shape
 
@@ -28,6 +31,9 @@ class CallArguments(TypedDict, total=False):
     alibi_slopes: Tensor
     bias: Tensor
     sinks: Tensor
+    score_mod: str
+    mask_mod: str
+    score_params: dict[str, Tensor]
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     max_seqlen_q: int
@@ -87,6 +93,16 @@ def call_arguments(problem: Problem, device: Device) -> CallArguments:
         )
     if problem.sinks:
         arguments["sinks"] = torch.zeros(problem.heads, device=device.torch_device)
+    parameters = parameters_of(problem.score_mod, problem.mask_mod)
+    for role, line in ((Role.SCORE_MOD, problem.score_mod), (Role.MASK_MOD, problem.mask_mod)):
+        if line:
+            arguments[role.value] = expression_of(line).text
+    if parameters:
+        tensors = draw_params(problem, device=device.torch_device)
+        arguments["score_params"] = {
+            parameter.name: tensor.requires_grad_(problem.params_gradient and tensor.is_floating_point())
+            for parameter, tensor in zip(parameters, tensors, strict=True)
+        }
     if problem.mask_tensor is not MaskTensor.NONE:
         dtype = torch.bool if problem.mask_tensor is MaskTensor.BOOL else torch_dtype(problem.dtype)
         shape = (1, 1, problem.seqlen_q, problem.seqlen_k)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ class Tile:
     Attributes:
         block: Which rows and keys.
         queries, keys: [B, H_KV, G * m, D] and [B, H_KV, N, D].
-        scores: Of each pair, whether it is hidden or not, [B, H, m, N].
+        capped: Scores of each pair, [B, H, m, N], as a score_mod is given them.
+        barred: Which are hidden whatever their score; None for none.
+        scores: What becomes of them, also of hidden ones.
         slope: Derivative of the scores by the product of query and key times scale, of that shape or 1.
         p: Probabilities, [B, H, m, N]; 0 in rows that see no key.
         kept: Factor of the probabilities that a dropout leaves, of that shape or 1.
@@ -33,9 +35,10 @@ class Tile:
         self.queries = grouped(q[:, :, block.rows].double(), k)
         self.keys = k[:, :, block.keys].double()
         products = ungrouped(self.queries @ self.keys.mT, q)
-        self.scores = semantics.scores(products, block)
-        self.slope = semantics.slope(products)
-        hidden = semantics.hidden(block, q.device)
+        self.capped = semantics.capped(products)
+        self.barred = semantics.hidden(self.capped, block)
+        self.slope: Tensor | float = semantics.slope(products, block, self.barred)
+        self.scores, hidden = semantics.scores(self.capped, block, self.barred)
         s = self.scores if hidden is None else self.scores.masked_fill(hidden, -math.inf)
         self.lse = torch.logsumexp(s, dim=-1, keepdim=True)
         self.sinks = None if semantics.sinks is None else semantics.sinks.double()[:, None, None]
@@ -93,6 +96,7 @@ def term_gradients(
     if semantics.alibi_slopes is not None:
         shape = semantics.alibi_slopes.shape
         made = made._replace(alibi_slopes=torch.zeros(shape, dtype=torch.float64, device=q.device))
+    sums = param_sums(semantics)
     for tile in tiles:
         rows = tile.block.rows
         douts = grouped(dout[:, :, rows].double(), v)
@@ -108,7 +112,27 @@ def term_gradients(
         if made.alibi_slopes is not None:
             part = tile.p * (dp - delta) * semantics.distances(tile.block, q.device)
             add_slopes(made.alibi_slopes[semantics.slopes_at(tile.block)], -part)
-    return made
+        if sums and semantics.modifiers is not None:
+            ds = tile.p * (dp - delta)
+            found = semantics.modifiers.gradients(tile.capped, tile.block.start, tile.barred, ds)
+            for name, gradient in found.items():
+                sums[name] += gradient
+    return made._replace(params=params_of(sums, semantics))
+
+
+def param_sums(semantics: Semantics) -> dict[str, Tensor]:
+    """Zeros of the shape of each differentiable parameter, in float64, by name."""
+    if semantics.modifiers is None:
+        return {}
+    params = semantics.modifiers.params
+    return {name: torch.zeros_like(params[name], dtype=torch.float64) for name in semantics.modifiers.differentiable}
+
+
+def params_of(gradients: Mapping[str, Tensor], semantics: Semantics) -> tuple[Tensor | None, ...]:
+    """Gradients by name as :class:`TermGradients` has them."""
+    if semantics.modifiers is None or not gradients:
+        return ()
+    return tuple(gradients.get(name) for name in semantics.modifiers.params)
 
 
 def add_slopes(total: Tensor, parts: Tensor) -> None:

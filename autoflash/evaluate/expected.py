@@ -17,9 +17,9 @@ from autoflash.evaluate.grid import Case
 from autoflash.evaluate.inputs import LOW, Inputs, draw, draw_flat
 from autoflash.evaluate.masks import draw_mask
 from autoflash.evaluate.semantics import Semantics
-from autoflash.evaluate.terms import draw_bias, draw_sinks, draw_slopes
+from autoflash.evaluate.terms import draw_bias, draw_params, draw_sinks, draw_slopes
 from autoflash.problem import Pass, Problem
-from autoflash.runtime.executable import NO_TERMS, Extras, TermGradients
+from autoflash.runtime.executable import NO_TERMS, SINGLE_TERMS, Extras, TermGradients
 
 _MAX_FACTOR, _MAX_FACTOR_WITH_SOFTCAP = 2.0, 3.0
 _MEAN_FACTORS = {torch.float16: 1.1, torch.bfloat16: 1.1, torch.float32: 3.0}
@@ -73,7 +73,7 @@ def expected(case: Case, device: str, has_lse: bool) -> Expected:
     inputs = draw_case(case, device)
     q, k, v = inputs.q, inputs.k, inputs.v
     semantics = Semantics.of_problem(problem, case.score_scale, expanded(inputs.extras, q, k))
-    factor = _MAX_FACTOR_WITH_SOFTCAP if problem.softcap else _MAX_FACTOR
+    factor = _MAX_FACTOR_WITH_SOFTCAP if problem.softcap or problem.score_mod else _MAX_FACTOR
     tiles = list(exact.tiles(q, k, semantics))
     out, lse = exact.forward(q, v, tiles)
     blind = _blind(lse, tiles)
@@ -85,7 +85,7 @@ def expected(case: Case, device: str, has_lse: bool) -> Expected:
         slack = torch.zeros_like(lse)
         if problem.tf32:
             slack += 2.0 * _largest((plain_lse - lse)[lse > -math.inf])
-        if problem.softcap:
+        if problem.softcap or problem.score_mod:
             # Scores far beyond the cap are sums of terms that are large beside what is left of them.
             eps = torch.finfo(torch.float32).eps
             slack += _TERM_ROUNDINGS * eps * yardstick.lse_magnitude(q, semantics, tiles)
@@ -128,6 +128,7 @@ def _term_limits(
     """Limits of the gradients of the terms that a problem asks for.
 
     Those of sinks and slopes are sums in float32 over what a kernel is given: they err by the rounding of that alone.
+    Those of parameters come from scores that a kernel made itself, in float32 whatever the inputs are.
     """
     asked = TermGradients.asked_by(problem, inputs.extras)
     if asked == NO_TERMS:
@@ -138,7 +139,8 @@ def _term_limits(
     magnitudes = yardstick.term_magnitudes(q, v, dout, dlse, semantics, tiles)
     by_torch = yardstick.plain_term_gradients(q, k, v, dout, dlse, semantics)
     limits = []
-    for name, made in asked._asdict().items():
+    for name in SINGLE_TERMS:
+        made = getattr(asked, name)
         if made is None:
             continue
         formula, effect, terms = (getattr(gradients, name) for gradients in (right, effects, magnitudes))
@@ -146,6 +148,16 @@ def _term_limits(
         error = torch.zeros_like(formula) if is_sum else (getattr(by_torch, name) - formula).abs()
         nowhere = torch.zeros_like(formula, dtype=torch.bool)
         limits.append((f"d{name}", _limit(formula, error, terms, nowhere, factor, made.dtype, effect.abs(), sums=True)))
+    if problem.params_gradient:
+        in_float32 = yardstick.plain_term_gradients(q.float(), k.float(), v.float(), dout.float(), dlse, semantics)
+        each = zip(right.params, in_float32.params, effects.params, magnitudes.params, strict=True)
+        for place, (formula, plain, rounded, terms) in enumerate(each):
+            if formula is None or plain is None or rounded is None or terms is None:
+                continue
+            nowhere = torch.zeros_like(formula, dtype=torch.bool)
+            error = (plain.double() - formula).abs()
+            limit = _limit(formula, error, terms, nowhere, _MAX_FACTOR_WITH_SOFTCAP, torch.float32, rounded.abs())
+            limits.append((f"dparam_{place}", limit))
     return tuple(limits)
 
 
@@ -170,6 +182,7 @@ def draw_case(case: Case, device: str) -> Inputs:
         sinks=sinks if problem.sinks else None,
         alibi_slopes=slopes if problem.alibi else None,
         bias=None if case.bias is None else draw_bias(problem, case.bias, device=device),
+        params=draw_params(problem, device=device),
     )
     return dataclasses.replace(inputs, extras=extras)
 

@@ -1,4 +1,4 @@
-"""What an expression means, in float64 and differentiable: the specification of score_mod and mask_mod."""
+"""What an expression means, in float64 or less and differentiable: the specification of score_mod and mask_mod."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from autoflash.expression.nodes import (
     Where,
 )
 
-_DTYPES = {Kind.FLOAT: torch.float64, Kind.INT: torch.int32, Kind.BOOL: torch.bool}
+_DTYPES = {Kind.INT: torch.int32, Kind.BOOL: torch.bool}
 
 _UNARY: dict[UnaryOp, Callable[[Tensor], Tensor]] = {
     UnaryOp.NEGATE: torch.neg,
     UnaryOp.NOT: torch.logical_not,
-    UnaryOp.FLOAT: Tensor.double,
     UnaryOp.EXP: torch.exp,
     UnaryOp.LOG: torch.log,
     UnaryOp.TANH: torch.tanh,
@@ -54,7 +53,12 @@ _BINARY: dict[BinaryOp, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def value_of(node: Node, inputs: Mapping[Variable, Tensor], parameters: Mapping[str, Tensor]) -> Tensor:
+def value_of(
+    node: Node,
+    inputs: Mapping[Variable, Tensor],
+    parameters: Mapping[str, Tensor],
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
     """The value of an expression at each place, with autograd by the score and the parameters.
 
     Integers are int32 and wrap around. ``//`` and ``%`` are Python's; x // 0 is 0 and x % 0 is x. An element outside a
@@ -65,24 +69,26 @@ def value_of(node: Node, inputs: Mapping[Variable, Tensor], parameters: Mapping[
         node: Root of an expression, or of a derivative.
         inputs: The variables that it may look at: the score, and integers; their shapes broadcast.
         parameters: By name, each of the rank that was declared.
+        dtype: In which floats are computed: the specification is that of float64.
 
     Returns:
-        Float64, int32 or bool, of the shape that the inputs broadcast to.
+        That type, int32 or bool, of the shape that the inputs broadcast to.
     """
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in inputs.values()))  # type: ignore[no-untyped-call]  # so it is
     places = {
-        variable: tensor.to(torch.float64 if variable is Variable.SCORE else torch.int32).expand(shape).reshape(-1)
+        variable: tensor.to(dtype if variable is Variable.SCORE else torch.int32).expand(shape).reshape(-1)
         for variable, tensor in inputs.items()
     }
-    return _Places(places, parameters).value(node).reshape(shape)
+    return _Places(places, parameters, dtype).value(node).reshape(shape)
 
 
 class _Places:
     """Some places of the scores, one after the other, and what was computed there."""
 
-    def __init__(self, inputs: Mapping[Variable, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, inputs: Mapping[Variable, Tensor], parameters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
         self._inputs = inputs
         self._parameters = parameters
+        self._dtype = dtype
         self._known: dict[Node, Tensor] = {}
 
     def value(self, node: Node) -> Tensor:
@@ -98,10 +104,12 @@ class _Places:
             case Input(variable):
                 return self._inputs[variable]
             case Read(parameter, indices):
-                return self._element(self._parameters[parameter.name].to(_DTYPES[node.kind]), indices)
+                return self._element(self._parameters[parameter.name].to(self._type(node)), indices)
             case Unary(UnaryOp.FLOOR, operand):
                 whole = self.value(operand).floor().nan_to_num(nan=0.0)
                 return whole.clamp(-(2.0**31), 2.0**31 - 128.0).int()
+            case Unary(UnaryOp.FLOAT, operand):
+                return self.value(operand).to(self._dtype)
             case Unary(op, operand):
                 return _UNARY[op](self.value(operand))
             case Power(base, exponent):
@@ -121,11 +129,11 @@ class _Places:
 
     def _extremum(self, node: Node, op: BinaryOp, left: Node, right: Node) -> Tensor:
         with torch.no_grad():
-            plain = _Places(self._inputs, self._parameters)
+            plain = _Places(self._inputs, self._parameters, self._dtype)
             first, second = plain.value(left), plain.value(right)
         if op is BinaryOp.MAXIMUM:
             first, second = -first, -second
-        share = torch.where(first == second, 0.5, 1.0).double()
+        share = torch.where(first == second, 0.5, 1.0).to(self._dtype)
         return self._put(node, [(~(second < first), left, share), (~(first < second), right, share)])
 
     def _put(self, node: Node, parts: list[tuple[Tensor, Node, Tensor | None]]) -> Tensor:
@@ -134,7 +142,7 @@ class _Places:
         for mask, part, share in parts:
             (where,) = mask.nonzero(as_tuple=True)
             chosen = {variable: tensor[where] for variable, tensor in self._inputs.items()}
-            values = _Places(chosen, self._parameters).value(part)
+            values = _Places(chosen, self._parameters, self._dtype).value(part)
             if share is None:
                 whole = whole.index_put((where,), values)
             else:
@@ -155,7 +163,10 @@ class _Places:
         return next(iter(self._inputs.values()))
 
     def _zeros(self, node: Node) -> Tensor:
-        return self._anyone().new_zeros(len(self._anyone()), dtype=_DTYPES[node.kind])
+        return self._anyone().new_zeros(len(self._anyone()), dtype=self._type(node))
+
+    def _type(self, node: Node) -> torch.dtype:
+        return self._dtype if node.kind is Kind.FLOAT else _DTYPES[node.kind]
 
 
 def _rounded_down(op: BinaryOp, left: Tensor, right: Tensor) -> Tensor:

@@ -130,6 +130,7 @@ class Case:
         parts += [f"batch {problem.batch}"] if problem.batch > 1 and not self.lengths else []
         parts += [f"window {problem.window_left},{problem.window_right}"] if problem.has_window else []
         parts += [f"softcap {problem.softcap:g}"] if problem.softcap else []
+        parts += [line for line in (problem.score_mod, problem.mask_mod) if line]
         parts += [str(form) for form in (self.mask, self.bias) if form is not None]
         parts += ["slopes of each batch entry"] if self.own_slopes else []
         parts += [f"dropout {problem.dropout_p:g}"] if problem.dropout_p else []
@@ -146,11 +147,13 @@ def screen_cases(problem: Problem) -> tuple[Case, ...]:
     """The specialisation that is about to be timed, on sequences as short as it allows, and one irregular shape.
 
     A backward in bf16 also gets the smallest problem that has gradients of one size: of the other cases, none shows an
-    error of one percent there. In the other types each does. (A dropout leaves no gradients of one size.)
+    error of one percent there. In the other types each does. (A dropout or an expression leaves no gradients of one
+    size.)
     """
     irregular = _irregular(problem)
     cases = [_own(problem), _with_features(irregular, 1)]
-    if problem.op is Pass.BACKWARD and problem.dtype is DType.BF16 and not problem.dropout_p:
+    has_flat = not problem.dropout_p and not problem.score_mod and not problem.mask_mod
+    if problem.op is Pass.BACKWARD and problem.dtype is DType.BF16 and has_flat:
         flat = _case(problem, 1, 2, flat=True, scale=_FLAT_SCALE, lengths=((1, 2),))
         bounds = {"window_left": 4, "window_right": 4} if problem.has_window else {}
         mask = MaskForm(pattern=Pattern.NOTHING)
@@ -285,8 +288,9 @@ def _irregular(problem: Problem) -> Case:
     if problem.is_varlen:
         lengths = ((0, 33), (113, 203), (1, 0), (64, 64), (5, 9), (0, 0))
         return _packed(problem, lengths, tail=(9, 4), with_dlse=True)
-    # A mask may be another one for each batch entry, and a bias the same.
-    batch = 2 if problem.mask_tensor is not MaskTensor.NONE or problem.bias or problem.alibi else 1
+    # A mask may be another one for each batch entry, and so may what an expression says; a bias the same.
+    differs = problem.mask_tensor is not MaskTensor.NONE or problem.bias or problem.alibi
+    batch = 2 if differs or problem.score_mod or problem.mask_mod else 1
     return _case(problem, 113, 203, batch=batch, with_dlse=True)
 
 

@@ -1,10 +1,10 @@
 """The specification of attention: what every kernel is compared with. Float64, plain formulas, linear memory.
 
-A score is scale * (q . k); then softcap * tanh(score / softcap); then ALiBi, bias and float mask are added; then it is
-hidden where a bool mask is False, or the key lies outside the causal mask or the window. Query i stands at i + Sk - Sq
-among the keys (bottom-right), or at i (top-left). A sink is one more score of a row, without a key: the log-sum-exp
-contains it. A row that sees no key has output 0, log-sum-exp -inf (or its sink) and zero gradients. Dropout comes after
-the softmax; the log-sum-exp knows nothing of it.
+A score is scale * (q . k); then softcap * tanh(score / softcap); then what a score_mod makes of it; then ALiBi, bias
+and float mask are added; then it is hidden where a bool mask or a mask_mod is False, or the key lies outside the causal
+mask or the window. Query i stands at i + Sk - Sq among the keys (bottom-right), or at i (top-left). A sink is one more
+score of a row, without a key: the log-sum-exp contains it. A row that sees no key has output 0, log-sum-exp -inf (or
+its sink) and zero gradients. Dropout comes after the softmax; the log-sum-exp knows nothing of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autoflash.errors import InvalidProblemError
 from autoflash.evaluate import exact, yardstick
+from autoflash.evaluate.modifiers import Modifiers, Params, Source
 from autoflash.evaluate.philox import Rng, dropout_keep
 from autoflash.evaluate.semantics import Causal, Semantics, Window
 from autoflash.runtime.executable import TermGradients
@@ -50,6 +51,9 @@ def attention(
     bias: Tensor | None = ...,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: Source = ...,
+    mask_mod: Source = ...,
+    score_params: Params = ...,
     dropout_p: float = ...,
     rng: Rng | None = ...,
     return_lse: Literal[False] = ...,
@@ -68,6 +72,9 @@ def attention(
     bias: Tensor | None = ...,
     alibi_slopes: Tensor | None = ...,
     sinks: Tensor | None = ...,
+    score_mod: Source = ...,
+    mask_mod: Source = ...,
+    score_params: Params = ...,
     dropout_p: float = ...,
     rng: Rng | None = ...,
     return_lse: Literal[True],
@@ -85,6 +92,9 @@ def attention(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: Source = None,
+    mask_mod: Source = None,
+    score_params: Params = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
     return_lse: bool = False,
@@ -103,6 +113,10 @@ def attention(
         bias: As a mask of numbers, but with a gradient.
         alibi_slopes: [H] or [B, H]: slope * |position of the query - key| is taken from the scores.
         sinks: A score of each head without a key, [H]: it takes its share of the softmax, and is in the log-sum-exp.
+        score_mod: An expression, as text or a lambda, that gives what takes the place of a score; see
+            :mod:`autoflash.expression`.
+        mask_mod: An expression that says whether a key takes part.
+        score_params: Numbers and tensors that they read, by name.
         dropout_p: Share of the probabilities that are dropped.
         rng: Seed and offset of the dropout, [2] int64 or two numbers.
         return_lse: Also return the natural log of the sum of exponentials of each row.
@@ -126,6 +140,7 @@ def attention(
         bias=bias,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        modifiers=Modifiers.of_call(score_mod, mask_mod, score_params, q.device),
         dropout_p=dropout_p,
         rng=rng,
     )
@@ -148,6 +163,9 @@ def gradients(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: Source = None,
+    mask_mod: Source = None,
+    score_params: Params = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
 ) -> Triple:
@@ -171,6 +189,7 @@ def gradients(
         bias=bias,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        modifiers=Modifiers.of_call(score_mod, mask_mod, score_params, q.device),
         dropout_p=dropout_p,
         rng=rng,
     )
@@ -192,6 +211,9 @@ def term_gradients(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: Source = None,
+    mask_mod: Source = None,
+    score_params: Params = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
 ) -> TermGradients:
@@ -208,6 +230,7 @@ def term_gradients(
         bias=bias,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        modifiers=Modifiers.of_call(score_mod, mask_mod, score_params, q.device),
         dropout_p=dropout_p,
         rng=rng,
     )
@@ -398,6 +421,9 @@ def plain(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: Source = None,
+    mask_mod: Source = None,
+    score_params: Params = None,
     dropout_p: float = 0.0,
     rng: Rng | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -418,6 +444,7 @@ def plain(
         bias=bias,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        modifiers=Modifiers.of_call(score_mod, mask_mod, score_params, q.device),
         dropout_p=dropout_p,
         rng=rng,
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from autoflash.errors import InvalidProblemError
+from autoflash.evaluate.modifiers import Modifiers
 from autoflash.evaluate.philox import Rng, dropout_keep
 from autoflash.problem import Alignment, Problem
 from autoflash.runtime.executable import NO_EXTRAS, Extras
@@ -65,6 +66,7 @@ class Semantics:
         alibi_slopes: How much scores fall with each key of distance, [B, H] or [1, H]; None for none.
         bias: Added to the scores, of rank 4: each size is that of [B, H, M, N] or 1; None for none.
         sinks: A score of each head without a key, [H]; None for none.
+        modifiers: Expressions that modify the scores after the softcap, or say which keys take part; None for none.
         dropout_p: Share of the probabilities that are dropped.
         rng: Seed and offset of the dropout.
         starts_q, starts_k: Where packed sequences begin, and the end of the last; None where nothing is packed.
@@ -79,6 +81,7 @@ class Semantics:
     alibi_slopes: Tensor | None = None
     bias: Tensor | None = None
     sinks: Tensor | None = None
+    modifiers: Modifiers | None = None
     dropout_p: float = 0.0
     rng: Rng = (0, 0)
     starts_q: tuple[int, ...] | None = None
@@ -100,6 +103,7 @@ class Semantics:
         alibi_slopes: Tensor | None = None,
         bias: Tensor | None = None,
         sinks: Tensor | None = None,
+        modifiers: Modifiers | None = None,
     ) -> Semantics:
         """From the arguments of :func:`autoflash.evaluate.reference.attention`.
 
@@ -134,6 +138,7 @@ class Semantics:
             alibi_slopes=alibi_slopes,
             bias=bias,
             sinks=sinks,
+            modifiers=modifiers,
             dropout_p=dropout_p,
             rng=(0, 0) if rng is None else rng,
         )
@@ -151,6 +156,7 @@ class Semantics:
             alibi_slopes=extras.alibi_slopes,
             bias=extras.bias,
             sinks=extras.sinks,
+            modifiers=Modifiers.of_problem(problem, extras.params),
             dropout_p=problem.dropout_p,
             rng=(0, 0) if extras.rng is None else extras.rng,
         ).packed(extras.cu_seqlens_q, extras.cu_seqlens_k)
@@ -190,8 +196,8 @@ class Semantics:
                     sequence=sequence,
                 )
 
-    def hidden(self, block: Block, device: torch.device) -> Tensor | None:
-        """Which keys the queries do not see, broadcastable to [B, H, m, N]; None if they see all."""
+    def _hidden(self, block: Block, device: torch.device) -> Tensor | None:
+        """Which keys the queries do not see by position or mask; None if they see all."""
         hidden: Tensor | None = None
         positions = torch.arange(block.within.start, block.within.stop, device=device)[:, None] + block.diagonal
         keys = torch.arange(block.keys.stop - block.keys.start, device=device)[None]
@@ -209,11 +215,26 @@ class Semantics:
             hidden = masked if hidden is None else hidden | masked
         return hidden
 
-    def scores(self, products: Tensor, block: Block) -> Tensor:
-        """Scores [B, H, m, N] of the products of queries and keys; none is hidden yet. Each step keeps the dtype."""
+    def capped(self, products: Tensor) -> Tensor:
+        """Scores [B, H, m, N] of the products of queries and keys, as a score_mod is given them."""
         s = products * self.scale
-        if self.softcap:
-            s = self.softcap * torch.tanh(s / self.softcap)
+        return self.softcap * torch.tanh(s / self.softcap) if self.softcap else s
+
+    def hidden(self, s: Tensor, block: Block) -> Tensor | None:
+        """Which keys the queries do not see, whatever their score, broadcastable to s [B, H, m, N]; None for none."""
+        hidden = self._hidden(block, s.device)
+        masked = None if self.modifiers is None else self.modifiers.hidden(s, block.start)
+        if hidden is None or masked is None:
+            return masked if hidden is None else hidden
+        return hidden | masked
+
+    def scores(self, s: Tensor, block: Block, hidden: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Scores [B, H, m, N] from capped ones, and which are hidden: a score_mod hides by -inf as well.
+
+        None of them is -inf. Each step keeps the dtype.
+        """
+        if self.modifiers is not None:
+            s, hidden = self.modifiers.modified(s, block.start, hidden)
         if self.alibi_slopes is not None:
             wide = torch.promote_types(s.dtype, torch.float32)
             fall = self._slopes_of(block).to(wide)[:, :, None, None] * self.distances(block, s.device)
@@ -224,7 +245,7 @@ class Semantics:
         if self.mask is not None and self.mask.dtype is not torch.bool:
             mask = self.mask[:, :, block.within]
             s = (s + mask.masked_fill(mask == -math.inf, 0.0)).to(s.dtype)
-        return s
+        return s, hidden
 
     def distances(self, block: Block, device: torch.device) -> Tensor:
         """How far each key is from the query's position, [m, N]."""
@@ -247,12 +268,15 @@ class Semantics:
         assert self.bias is not None
         return self.bias if self.bias.shape[2] == 1 else self.bias[:, :, block.within]
 
-    def slope(self, products: Tensor) -> Tensor | float:
+    def slope(self, products: Tensor, block: Block, hidden: Tensor | None) -> Tensor | float:
         """Derivative of the scores by the products times scale."""
-        if not self.softcap:
-            return 1.0
-        capped = torch.tanh(products * (self.scale / self.softcap))
-        return 1.0 - capped * capped
+        slope: Tensor | float = 1.0
+        if self.softcap:
+            capped = torch.tanh(products * (self.scale / self.softcap))
+            slope = 1.0 - capped * capped
+        if self.modifiers is not None:
+            slope = slope * self.modifiers.slope(self.capped(products), block.start, hidden)
+        return slope
 
     def kept(self, q: Tensor, block: Block) -> Tensor | float:
         """Factor of each probability [B, H, m, N] in float64 that a dropout leaves: 0 or 1 / (1 - p)."""

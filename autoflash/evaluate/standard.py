@@ -34,7 +34,8 @@ class StandardAttention:
         """What it is not written for; None if it can run the problem."""
         if problem.is_empty:
             return "there is no query or no key"
-        unwritten = [name for name in ("varlen", "sinks", "dropout") if Form.of(problem).has(name)]
+        form = Form.of(problem)
+        unwritten = [name for name in ("varlen", "score_mod", "mask_mod", "sinks", "dropout") if form.has(name)]
         return f"standard attention is not compared with {unwritten[0]}" if unwritten else None
 
     def is_loaded(self, problem: Problem, *tensors: Tensor, extras: Extras = NO_EXTRAS) -> bool:
@@ -105,8 +106,8 @@ class StandardAttention:
                 k, v = (tensor.repeat_interleave(problem.group, dim=1) for tensor in (k, v))
             # Where nothing else is done to the scores, the scale goes into q, which is smaller.
             is_plain = not problem.softcap and semantics.mask is None
-            s = (q * scale) @ k.mT if is_plain else semantics.scores(q @ k.mT, whole)  # [B, H, M, N]
-            hidden = semantics.hidden(whole, q.device)
+            s = (q * scale) @ k.mT if is_plain else semantics.capped(q @ k.mT)  # [B, H, M, N]
+            s, hidden = semantics.scores(s, whole, semantics.hidden(s, whole))
             if hidden is None:
                 return torch.softmax(s, dim=-1) @ v
             blind = hidden.all(dim=-1, keepdim=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autoflash.device import Device
+from autoflash.evaluate.terms import draw_params
 from autoflash.problem import Form, MaskTensor, Pass, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.executable import Extras
@@ -88,6 +89,7 @@ def _extras(problem: Problem, generator: torch.Generator, dtype: torch.dtype, se
         alibi_slopes=torch.rand(1, problem.heads, generator=generator, device=device) if problem.alibi else None,
         bias=_bias(problem, generator, dtype),
         sinks=torch.randn(problem.heads, generator=generator, device=device) if problem.sinks else None,
+        params=draw_params(problem, device=str(device)),
     )
 
 

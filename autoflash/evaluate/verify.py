@@ -19,7 +19,7 @@ from autoflash.evaluate.expected import Expected, Limit, expanded, expected
 from autoflash.evaluate.grid import Case, crowded_case, determinism_case, full_cases, screen_cases
 from autoflash.evaluate.inputs import Guarded, Memory
 from autoflash.problem import Pass, Problem
-from autoflash.runtime.executable import Executable, Extras, TermGradients
+from autoflash.runtime.executable import SINGLE, SINGLE_TERMS, Executable, Extras, TermGradients
 from autoflash.trial import Level, Verification
 from autoflash.variant import Family
 
@@ -210,7 +210,9 @@ def _place_inputs(executable: Executable, case: Case, wanted: Expected) -> dict[
         "k": Guarded(values.k, key_memory),
         "v": Guarded(values.v, key_memory),
     }
-    for name, tensor in values.extras._asdict().items():
+    extras = dict(zip(SINGLE, values.extras.flat, strict=False))
+    extras |= {f"param_{place}": tensor for place, tensor in enumerate(values.extras.params)}
+    for name, tensor in extras.items():
         if tensor is not None:
             form = {"mask": case.mask, "bias": case.bias}.get(name)
             placed[name] = Guarded(tensor, Memory.DENSE if form is None else form.memory)
@@ -231,9 +233,8 @@ def _place_outputs(executable: Executable, case: Case, wanted: Expected) -> dict
     if case.problem.op is Pass.BACKWARD:
         models = {"dq": values.q, "dk": values.k, "dv": values.v}
         placed = {name: Guarded.unwritten(model, memory) for name, model in models.items()}
-        terms = TermGradients.asked_by(case.problem, values.extras)._asdict()
-        wanted_terms = {f"d{name}": term for name, term in terms.items() if term is not None}
-        return placed | {name: Guarded.unwritten(term, Memory.DENSE) for name, term in wanted_terms.items()}
+        terms = TermGradients.asked_by(case.problem, values.extras).present
+        return placed | {f"d{name}": Guarded.unwritten(term, Memory.DENSE) for name, term in terms.items()}
     return {
         "out": Guarded.unwritten(values.dout, memory),
         "lse": Guarded.unwritten(values.dlse, Memory.DENSE),
@@ -246,14 +247,18 @@ def _launch(
     given = {name: guarded.tensor for name, guarded in inputs.items()}
     written = {name: guarded.tensor for name, guarded in outputs.items()}
     q, k, v = given["q"], given["k"], given["v"]
-    extras = expanded(Extras(**{name: given.get(name) for name in Extras._fields}), q, k)
+    params = tuple(given[f"param_{place}"] for place in range(sum(name.startswith("param_") for name in given)))
+    extras = expanded(Extras(**{name: given.get(name) for name in SINGLE}, params=params), q, k)
     if case.problem.op is Pass.FORWARD:
         forward = executable.prepare_forward(case.problem, q, k, v, case.score_scale, extras)
         results = forward(q, k, v, out=written.get("out"), lse=written.get("lse"), extras=extras)
         return dict(zip(("out", "lse"), results, strict=True))
     out, dout = given["out"], given["dout"]
     terms = TermGradients.asked_by(case.problem, extras)
-    terms = TermGradients(**{name: written.get(f"d{name}", term) for name, term in terms._asdict().items()})
+    terms = TermGradients(
+        **{name: written.get(f"d{name}", getattr(terms, name)) for name in SINGLE_TERMS},
+        params=tuple(written.get(f"dparam_{place}", term) for place, term in enumerate(terms.params)),
+    )
     backward = executable.prepare_backward(case.problem, q, k, v, out, dout, case.score_scale, extras)
     grads = backward(
         q,
@@ -269,7 +274,7 @@ def _launch(
         extras=extras,
         terms=terms,
     )
-    of_terms = {f"d{name}": term for name, term in terms._asdict().items() if term is not None}
+    of_terms = {f"d{name}": term for name, term in terms.present.items()}
     return dict(zip(("dq", "dk", "dv"), grads, strict=True)) | of_terms
 
 

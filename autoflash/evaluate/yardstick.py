@@ -9,9 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from autoflash.evaluate.exact import Tile, Triple, add_shared, add_slopes, grouped, ungrouped
+from autoflash.evaluate.exact import Tile, Triple, add_shared, add_slopes, grouped, param_sums, params_of, ungrouped
 from autoflash.evaluate.semantics import Semantics
-from autoflash.runtime.executable import NO_TERMS, TermGradients
+from autoflash.runtime.executable import NO_TERMS, SINGLE_TERMS, TermGradients
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, semantics: Semantics) -> tuple[Tensor, Tensor]:
@@ -27,8 +27,8 @@ def plain(q: Tensor, k: Tensor, v: Tensor, semantics: Semantics) -> tuple[Tensor
     lse = q.new_full(q.shape[:3], -math.inf, dtype=torch.float32)
     for block in semantics.blocks(q, k):
         keys, values = (tensor[:, :, block.keys].repeat_interleave(group, dim=1) for tensor in (k, v))
-        s = semantics.scores(q[:, :, block.rows] @ keys.mT, block)  # [B, H, m, N]
-        hidden = semantics.hidden(block, q.device)
+        s = semantics.capped(q[:, :, block.rows] @ keys.mT)  # [B, H, m, N]
+        s, hidden = semantics.scores(s, block, semantics.hidden(s, block))
         hidden = torch.zeros_like(s, dtype=torch.bool) if hidden is None else hidden.expand_as(s)
         blind = hidden.all(dim=-1, keepdim=True)
         # A blind row stays unmasked: a softmax over nothing but -inf would send NaN into the gradients.
@@ -64,8 +64,10 @@ def plain_gradients(q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor 
     if not out.requires_grad:
         dq, dk, dv = (torch.zeros_like(leaf) for leaf in leaves)
         return dq, dk, dv
-    roots, seeds = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
-    dq, dk, dv = torch.autograd.grad(roots, leaves, seeds)
+    roots, seeds = ([out], [dout]) if dlse is None or not lse.requires_grad else ([out, lse], [dout, dlse])
+    # A score_mod need not look at the score.
+    found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
+    dq, dk, dv = (torch.zeros_like(leaf) if x is None else x for leaf, x in zip(leaves, found, strict=True))
     return dq, dk, dv
 
 
@@ -73,14 +75,22 @@ def plain_term_gradients(
     q: Tensor, k: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, semantics: Semantics
 ) -> TermGradients:
     """Gradients of :func:`plain` by the terms that the semantics have, by autograd."""
-    given = {name: getattr(semantics, name) for name in TermGradients._fields}
-    leaves = {name: term.detach().requires_grad_() for name, term in given.items() if term is not None}
+    given = {name: getattr(semantics, name) for name in SINGLE_TERMS}
+    single = {name: term.detach().requires_grad_() for name, term in given.items() if term is not None}
+    modifiers, params = semantics.modifiers, dict[str, Tensor]()
+    if modifiers is not None:
+        params = {name: modifiers.params[name].detach().requires_grad_() for name in modifiers.differentiable}
+        modifiers = replace(modifiers, params={**modifiers.params, **params})
     with torch.enable_grad():
-        out, lse = plain(q, k, v, replace(semantics, **leaves))
-    if not out.requires_grad:
-        return TermGradients(**{name: torch.zeros_like(leaf) for name, leaf in leaves.items()})
-    roots, seeds = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
-    return TermGradients(**dict(zip(leaves, torch.autograd.grad(roots, list(leaves.values()), seeds), strict=True)))
+        out, lse = plain(q, k, v, replace(semantics, **single, modifiers=modifiers))
+    leaves = [*single.values(), *params.values()]
+    found = [torch.zeros_like(leaf) for leaf in leaves]
+    if out.requires_grad:
+        roots, seeds = ([out], [dout]) if dlse is None or not lse.requires_grad else ([out, lse], [dout, dlse])
+        made = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
+        found = [zero if gradient is None else gradient for zero, gradient in zip(found, made, strict=True)]
+    of_params = dict(zip(params, found[len(single) :], strict=True))
+    return TermGradients(**dict(zip(single, found[: len(single)], strict=True)), params=params_of(of_params, semantics))
 
 
 def magnitude(q: Tensor, v: Tensor, semantics: Semantics, tiles: Iterable[Tile]) -> Tensor:
@@ -118,7 +128,8 @@ def gradient_magnitudes(
         douts = grouped(dout[:, :, rows].double().abs(), k)
         p = tile.p * (1.0 + _terms(tile, semantics))
         dp = ungrouped(douts @ v[:, :, keys].double().abs().mT, q) * tile.kept
-        ds = grouped(p * dp + p * (p * dp).sum(dim=-1, keepdim=True), k)
+        ds = p * dp + p * (p * dp).sum(dim=-1, keepdim=True)
+        ds = grouped(ds if semantics.modifiers is None else ds * _steepness(tile), k)
         dq[:, :, rows] = ungrouped(ds @ tile.keys.abs(), q) * scale
         dk[:, :, keys] += ds.mT @ tile.queries.abs() * scale
         dv[:, :, keys] += grouped(p * tile.kept, k).mT @ douts
@@ -137,6 +148,7 @@ def term_magnitudes(
     if semantics.alibi_slopes is not None:
         shape = semantics.alibi_slopes.shape
         made = made._replace(alibi_slopes=torch.zeros(shape, dtype=torch.float64, device=q.device))
+    sums = param_sums(semantics)
     for tile in tiles:
         rows = tile.block.rows
         douts = grouped(dout[:, :, rows].double().abs(), v)
@@ -154,13 +166,26 @@ def term_magnitudes(
             part = tile.p * (1.0 + _terms(tile, semantics)) * (dp + delta)
             part = part * semantics.distances(tile.block, q.device)
             add_slopes(made.alibi_slopes[semantics.slopes_at(tile.block)], part)
-    return made
+        if sums and semantics.modifiers is not None:
+            ds = tile.p * (1.0 + _terms(tile, semantics)) * (dp + delta)
+            found = semantics.modifiers.magnitudes(tile.capped, tile.block.start, tile.barred, ds)
+            for name, magnitude in found.items():
+                sums[name] += magnitude
+    return made._replace(params=params_of(sums, semantics))
 
 
 def _terms(tile: Tile, semantics: Semantics) -> Tensor:
     """What the terms of each score add up to, [B, H, m, N]."""
     terms = ungrouped(tile.queries.abs() @ tile.keys.abs().mT, tile.scores) * abs(semantics.scale)
-    if semantics.softcap or any(x is not None for x in (semantics.mask, semantics.bias, semantics.alibi_slopes)):
+    added = (semantics.mask, semantics.bias, semantics.alibi_slopes, semantics.modifiers)
+    if semantics.softcap or any(x is not None for x in added):
         # The cap takes on little of the products' rounding where it is near; the sum with a mask is rounded again.
-        terms = terms * tile.slope + tile.scores.abs()
+        terms = terms * _steepness(tile) + tile.scores.abs()
+    if semantics.modifiers is not None:
+        # What is added to a score, or multiplied with it, may be as large as the score, and the sum small.
+        terms = terms + tile.capped.abs() * _steepness(tile)
     return terms
+
+
+def _steepness(tile: Tile) -> Tensor | float:
+    return tile.slope.abs() if isinstance(tile.slope, Tensor) else abs(tile.slope)

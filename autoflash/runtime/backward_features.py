@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from autoflash.runtime import dropout
 from autoflash.runtime.executable import Extras
 from autoflash.runtime.launch import Constant, Number, NumberArgument, TensorArgument
 from autoflash.runtime.layouts import MaskOperand, Operand, reach, usual_bias_shape
+from autoflash.runtime.params import ParamOperand, as_kernels_read, has_params, param_operands, usual_params
 
 _LOG2_E = math.log2(math.e)
 
@@ -45,13 +46,24 @@ class FeatureArguments:
     constants: tuple[tuple[str, Constant], ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedParam(Operand):
+    """A parameter of an expression among the operands of a call.
+
+    Attributes:
+        param: What its kernels look at.
+    """
+
+    param: ParamOperand
+
+
 def feature_arguments(problem: Problem, scale: float, placed: Mapping[str, Operand], padding: int) -> FeatureArguments:
     """What the kernels that visit tiles are given.
 
     Args:
         problem: Of any form; without features, nothing is added.
         scale: Factor of the scores.
-        placed: The operands of the call; the mask tensor and the bias among them are looked at.
+        placed: The operands of the call; the mask tensor, the bias and the parameters among them are looked at.
         padding: Rows that the workspaces of packed sequences are padded to.
     """
     tensors: list[tuple[str, TensorArgument]] = []
@@ -71,6 +83,10 @@ def feature_arguments(problem: Problem, scale: float, placed: Mapping[str, Opera
         tensors.append(("slopes", TensorArgument(name="slopes_ptr", dtype="fp32", aligned=False)))
         slopes = placed.get("slopes")
         numbers.append((NumberArgument(name="stride_slopes_b"), 0 if slopes is None else slopes.strides[0]))
+    for param in placed_params(placed.values()):
+        tensors.append((param.name, param.tensor))
+        numbers += param.numbers().items()
+        constants |= param.constants()
     if Feature.WINDOW in features:
         left, right = reach(problem)
         numbers += [(NumberArgument(name="window_left"), left), (NumberArgument(name="window_right"), right)]
@@ -108,7 +124,7 @@ def diagonal(problem: Problem) -> int:
 
 
 def mask_operands(problem: Problem, extras: Extras) -> dict[str, Operand]:
-    """How the mask and the bias of a call lie, as far as the problem has them.
+    """How the mask, the bias and the parameters of a call lie, as far as the problem has them.
 
     Raises:
         InvalidProblemError: if a tensor is missing that a feature of the problem looks at.
@@ -130,7 +146,7 @@ def mask_operands(problem: Problem, extras: Extras) -> dict[str, Operand]:
     if problem.alibi and extras.alibi_slopes is not None:
         stride = slopes_stride(problem, extras)
         placed["slopes"] = Operand(shape=tuple(extras.alibi_slopes.shape), strides=(stride, 1), is_dense=False)
-    return placed
+    return placed | {param.name: _placed_param(param) for param in param_operands(problem, extras)}
 
 
 def slopes_stride(problem: Problem, extras: Extras) -> int:
@@ -142,7 +158,8 @@ def slopes_stride(problem: Problem, extras: Extras) -> int:
 def knows_layouts(problem: Problem, extras: Extras) -> bool:
     """Whether there is each tensor whose layout decides which kernels a problem needs."""
     has_mask = problem.mask_tensor is MaskTensor.NONE or extras.mask is not None
-    return has_mask and (not problem.bias or extras.bias is not None)
+    has_all_params = bool(extras.params) or not has_params(problem)
+    return has_mask and has_all_params and (not problem.bias or extras.bias is not None)
 
 
 def usual_masks(problem: Problem) -> dict[str, Operand]:
@@ -152,7 +169,8 @@ def usual_masks(problem: Problem) -> dict[str, Operand]:
         "mask": (MaskOperand.usual(problem), shape),
         "bias": (MaskOperand.usual_bias(problem), usual_bias_shape(problem)),
     }
-    return {
+    params: dict[str, Operand] = {param.name: _placed_param(param) for param in usual_params(problem)}
+    return params | {
         name: PlacedMask(shape=sizes, strides=mask.strides, is_dense=mask.is_aligned, mask=mask)
         for name, (mask, sizes) in usual.items()
         if mask is not None
@@ -161,14 +179,23 @@ def usual_masks(problem: Problem) -> dict[str, Operand]:
 
 def in_order(extras: Extras) -> tuple[Tensor | None, ...]:
     """The tensors of the features as :data:`backward_plan.TENSORS` has them; kernels read a bool mask as bytes."""
-    mask = extras.mask
+    mask, params = extras.mask, as_kernels_read(extras.params)
     if mask is not None and mask.dtype is torch.bool:
         mask = mask.view(torch.uint8)
-    return mask, extras.bias, extras.alibi_slopes, extras.rng, extras.cu_seqlens_q, extras.cu_seqlens_k
+    return mask, extras.bias, extras.alibi_slopes, extras.rng, extras.cu_seqlens_q, extras.cu_seqlens_k, *params
 
 
 def _lengths(name: str) -> tuple[str, TensorArgument]:
     return name, TensorArgument(name=f"{name}_ptr", dtype="i32", aligned=False)
+
+
+def placed_params(operands: Iterable[Operand]) -> tuple[ParamOperand, ...]:
+    """The parameters among the operands of a call, in order."""
+    return tuple(operand.param for operand in operands if isinstance(operand, PlacedParam))
+
+
+def _placed_param(param: ParamOperand) -> PlacedParam:
+    return PlacedParam(shape=param.sizes, strides=param.strides, is_dense=False, param=param)
 
 
 def _placed(mask: Tensor, name: str) -> PlacedMask:

@@ -22,7 +22,10 @@ from autoflash.variant import Choices, Variant
 
 _PLAIN_TENSORS = ("q", "k", "v", "out", "lse", "dout", "dlse", "log2_sum", "delta", "acc", "dq", "dk", "dv")
 TENSORS = (*_PLAIN_TENSORS, "mask", "bias", "slopes", "rng", "cu_q", "cu_k", "dbias", "dslopes")
-"""Every tensor of a backward call; a step names those that it takes by their position here."""
+"""Every tensor of a backward call but the parameters of expressions, which come before ``dbias``; a step names those
+that it takes by their position among them all."""
+
+_GIVEN = TENSORS.index("dbias")
 
 # The kernels before and after move memory: a tile of 8192 elements keeps 4 warps busy and few registers.
 _STREAM_ELEMENTS = 8192
@@ -40,7 +43,7 @@ class Step:
 
     Attributes:
         plan: What is compiled.
-        tensors: Positions in :data:`TENSORS`, in the order of the plan.
+        tensors: Positions in :data:`TENSORS` with the parameters, in the order of the plan.
         layouts: Of the tensors that are passed as descriptors; None for the others.
         numbers: In the order of the plan.
         programs: How many are launched.
@@ -173,6 +176,8 @@ class _Planner:
         self._widths = width_constants(problem, Choices())
         padding = _padding(problem, variant)
         self._features = backward_features.feature_arguments(problem, scale, operands, padding)
+        params = backward_features.placed_params(operands.values())
+        self._names = (*TENSORS[:_GIVEN], *(param.name for param in params), *TENSORS[_GIVEN:])
         self._packing = backward_features.packed_arguments(problem, padding)
         fills = not problem.is_varlen
         even_m = fills and all(problem.seqlen_q % self._config.number(name) == 0 for name in _row_knobs(variant))
@@ -437,7 +442,7 @@ class _Planner:
         )
         return Step(
             plan=plan,
-            tensors=tuple(TENSORS.index(use.tensor) for use in uses),
+            tensors=tuple(self._names.index(use.tensor) for use in uses),
             layouts=tuple(layouts),
             numbers=tuple(value for _, value in passed),
             programs=programs,

@@ -7,9 +7,10 @@ timed is what runs. Tensors are always views of layout [B, H, S, D]; their strid
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from autoflash.problem import Problem
@@ -31,6 +32,8 @@ class Extras(NamedTuple):
         bias: Added to the scores after the softcap, fp16, bf16 or fp32; of rank 4, and not expanded: each size is that
             of [B, H, M, N], or 1.
         alibi_slopes: [B, H] or [1, H], float32, contiguous; of packed sequences, B is their number.
+        params: What the problem's expressions read, by name: float32, int32 or bool, with the strides that the call
+            was prepared with.
     """
 
     mask: Tensor | None = None
@@ -40,12 +43,28 @@ class Extras(NamedTuple):
     sinks: Tensor | None = None
     bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    params: tuple[Tensor, ...] = ()
 
     @property
     def sequences(self) -> int | None:
         """How many sequences are packed; None where none are."""
         return None if self.cu_seqlens_q is None else self.cu_seqlens_q.shape[0] - 1
 
+    @property
+    def flat(self) -> tuple[Tensor | None, ...]:
+        """Every field of one tensor, and behind them the parameters."""
+        single = tuple(getattr(self, name) for name in SINGLE)
+        return (*single, *self.params)
+
+    @classmethod
+    def of_flat(cls, tensors: Sequence[Tensor | None]) -> Extras:
+        """What :attr:`flat` gave."""
+        params = tuple(tensor for tensor in tensors[len(SINGLE) :] if tensor is not None)
+        return cls(**dict(zip(SINGLE, tensors, strict=False)), params=params)
+
+
+SINGLE = tuple(name for name in Extras._fields if name != "params")
+"""The extras that are one tensor each."""
 
 NO_EXTRAS = Extras()
 
@@ -57,11 +76,14 @@ class TermGradients(NamedTuple):
         sinks: [H], float32, contiguous.
         bias: Of the bias' shape and type, contiguous: summed over what it is broadcast over.
         alibi_slopes: Of the shape of the slopes, float32, contiguous.
+        params: One for each of the parameters, of its shape, float32 and contiguous, or None; empty where none is
+            wanted.
     """
 
     sinks: Tensor | None = None
     bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    params: tuple[Tensor | None, ...] = ()
 
     @classmethod
     def unwritten(cls, extras: Extras, names: Container[str]) -> TermGradients:
@@ -73,10 +95,32 @@ class TermGradients(NamedTuple):
     def asked_by(cls, problem: Problem, extras: Extras) -> TermGradients:
         """All that a problem may ask for, to be written."""
         asked = {"sinks": problem.sinks, "bias": problem.bias_gradient, "alibi_slopes": problem.alibi_gradient}
-        return cls.unwritten(extras, [name for name, is_asked in asked.items() if is_asked])
+        made = cls.unwritten(extras, [name for name, is_asked in asked.items() if is_asked])
+        wanted = [problem.params_gradient and tensor.dtype.is_floating_point for tensor in extras.params]
+        return made._replace(params=unwritten_params(extras, wanted))
 
+    @property
+    def present(self) -> dict[str, Tensor]:
+        """Those that there are, by name: ``sinks``, and ``param_0`` for the first of the parameters."""
+        named = {name: getattr(self, name) for name in SINGLE_TERMS}
+        named |= {f"param_{place}": gradient for place, gradient in enumerate(self.params)}
+        return {name: gradient for name, gradient in named.items() if gradient is not None}
+
+
+SINGLE_TERMS = tuple(name for name in TermGradients._fields if name != "params")
+"""The gradients of extras that are one tensor each."""
 
 NO_TERMS = TermGradients()
+
+
+def unwritten_params(extras: Extras, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
+    """Gradients of those parameters that are wanted, to be written; nothing where none is."""
+    if not any(wanted):
+        return ()
+    return tuple(
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) if is_wanted else None
+        for tensor, is_wanted in zip(extras.params, wanted, strict=True)
+    )
 
 
 class ForwardCall(Protocol):

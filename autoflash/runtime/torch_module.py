@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autoflash.codegen.expressions import parameters_of
 from autoflash.codegen.render import render
 from autoflash.device import Device
 from autoflash.errors import InvalidProblemError, UnsupportedError
@@ -57,6 +58,8 @@ class TorchTiled:
         self._tiles = {name: variant.config.number(name) for name in ("block_m", "block_n", "heads_per_step")}
         self._extras = tuple(name for feature in form.features for name in _EXTRAS.get(feature, ()))
         self._terms = tuple(_TERMS[feature] for feature in form.features if feature in _TERMS)
+        self._params = parameters_of(form.score_mod, form.mask_mod)
+        self._has_params_gradient = Feature.PARAMS_GRADIENT in form.features
 
     @property
     def variant(self) -> Variant:
@@ -180,23 +183,30 @@ class TorchTiled:
         missing = [name for name in self._extras if getattr(extras, name) is None]
         if missing:
             raise InvalidProblemError(f"{self._form} needs {' and '.join(missing)}")
+        if len(extras.params) != len(self._params):
+            raise InvalidProblemError(f"{self._form} needs {' and '.join(each.name for each in self._params)}")
 
-    def _given(self, extras: Extras, q: Tensor, k: Tensor) -> dict[str, Tensor]:
+    def _given(self, extras: Extras, q: Tensor, k: Tensor) -> dict[str, Any]:
         """The tensors that the rendered function takes for the form's features, by the names of its parameters."""
-        given = {name: getattr(extras, name) for name in self._extras}
+        given: dict[str, Any] = {name: getattr(extras, name) for name in self._extras}
         if "bias" in given:
             given["bias"] = given["bias"].expand(*q.shape[:3], k.shape[2])
-        return given
+        return given | ({"params": extras.params} if self._params else {})
 
-    def _wanted(self, terms: TermGradients) -> dict[str, Tensor | None]:
+    def _wanted(self, terms: TermGradients) -> dict[str, Any]:
         """Sums of the gradients of the form's terms likewise, at 0, where they are wanted: in float32, or wider."""
-        wanted: dict[str, Tensor | None] = {}
+        wanted: dict[str, Any] = {}
         for name in self._terms:
             gradient: Tensor | None = getattr(terms, name)
             if gradient is not None:
                 wide = torch.promote_types(gradient.dtype, torch.float32)
                 gradient = torch.zeros_like(gradient, dtype=wide) if gradient.dtype != wide else gradient.zero_()
             wanted[f"d{name}"] = gradient
+        for gradient in terms.params:
+            if gradient is not None:
+                gradient.zero_()
+        if self._has_params_gradient:
+            wanted["dparams"] = terms.params or (None,) * len(self._params)
         return wanted
 
     def _bound(self, function: Callable[..., None], problem: Problem, scale: float) -> Callable[..., None]:

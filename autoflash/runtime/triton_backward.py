@@ -19,6 +19,7 @@ from autoflash.runtime.compiled import CompiledExecutable
 from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS, BackwardCall, Extras, TermGradients
 from autoflash.runtime.launch import KernelPlan, Launch
 from autoflash.runtime.layouts import ALIGNMENT_BYTES, TORCH_TYPES, Operand, strides_in_order_of, why_not_split
+from autoflash.runtime.params import has_params
 from autoflash.runtime.term_gradients import bias_gradient_of_sums, sinks_gradient_of_rows, slopes_gradient_of_sums
 from autoflash.runtime.trivial import empty_backward
 from autoflash.runtime.workspace import Buffer, Workspace
@@ -140,10 +141,12 @@ class TritonBackward(CompiledExecutable):
             return True
         if not knows_layouts(problem, extras):
             return False
+        if has_params(problem) and not extras.params:
+            return False
         q, k, v, dout = tensors
         operands = self._operands(problem, q, k, v, dout)
         operands["out"] = _in_order_of(_shapes(problem)["out"], q, problem)
-        if extras.mask is not None or extras.bias is not None or extras.alibi_slopes is not None:
+        if any(x is not None for x in (extras.mask, extras.bias, extras.alibi_slopes)) or extras.params:
             operands |= mask_operands(problem, extras)
         steps = self.steps(problem, operands, 1.0, has_dlse=False)
         return all(step.plan in self._kernels for step in steps)
@@ -202,7 +205,7 @@ class _Call:
         self._problem = problem
         self._operands = operands
         self._scale = scale
-        self._has_mask = any(name in operands for name in ("mask", "bias", "slopes"))
+        self._has_mask = any(name in operands for name in ("mask", "bias", "slopes")) or has_params(problem)
         self._slopes_sums = executable.slopes_sums_shape(problem) if problem.alibi_gradient else ()
         self._bias_sums = bias_sums_shape(problem, operands["bias"].shape) if problem.bias_gradient else None
         self._has_features = bool(problem.features)
@@ -293,6 +296,10 @@ class _Call:
             bias_gradient_of_sums(sums, terms.bias)
         if shares is not None and terms.alibi_slopes is not None:
             slopes_gradient_of_sums(shares, terms.alibi_slopes)
+        for gradient in terms.params:
+            # What has a gradient is not given to these kernels.
+            if gradient is not None:
+                gradient.zero_()
         if terms.sinks is not None and extras.sinks is not None:
             sinks_gradient_of_rows(extras.sinks, log2_sum, delta, self._problem.tensor_batch, terms.sinks)
         return dq, dk, dv

@@ -28,6 +28,7 @@ from autoflash.runtime.layouts import (
     why_not_split,
     width_constants,
 )
+from autoflash.runtime.params import ParamOperand, as_kernels_read, has_params, param_operands, usual_params
 from autoflash.runtime.trivial import empty_forward
 from autoflash.runtime.workspace import Buffer, Workspace
 from autoflash.space.cost import column_blocks, splits_heads
@@ -51,6 +52,7 @@ def forward_plan(
     scale_sign: int = 1,
     mask: MaskOperand | None = None,
     bias: MaskOperand | None = None,
+    params: tuple[ParamOperand, ...] | None = None,
 ) -> KernelPlan:
     """The compiled form that a forward call needs.
 
@@ -62,7 +64,9 @@ def forward_plan(
         scale_sign: -1, 0 or 1.
         mask: How the mask tensor lies, where the problem has one; None is the usual way.
         bias: Likewise of the bias.
+        params: How the parameters of expressions lie; None is the usual way.
     """
+    params = usual_params(problem) if params is None else params
     mask = MaskOperand.usual(problem) if mask is None else mask
     bias = MaskOperand.usual_bias(problem) if bias is None else bias
     constants = _constants(problem, variant, scale_sign)
@@ -98,6 +102,10 @@ def forward_plan(
         strides.append(NumberArgument(name="stride_slopes_b"))
     if problem.sinks:
         tensors.append(TensorArgument(name="sinks_ptr", dtype="fp32", aligned=False))
+    for param in params:
+        tensors.append(param.tensor)
+        strides += param.numbers()
+        constants |= param.constants()
     if problem.dropout_p:
         tensors.append(TensorArgument(name="rng_ptr", dtype="i64", aligned=False))
     if problem.is_varlen:
@@ -231,7 +239,10 @@ class TritonForward(CompiledExecutable):
         if not knows_layouts(problem, extras):
             return False
         operands = self._operands(problem, tensors)
-        return self._plan(problem, operands, *_added_of(problem, extras), scale_sign=1) in self._kernels
+        return (
+            self._plan(problem, operands, *_added_of(problem, extras), param_operands(problem, extras), scale_sign=1)
+            in self._kernels
+        )
 
     def prepare_forward(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras = NO_EXTRAS
@@ -250,12 +261,19 @@ class TritonForward(CompiledExecutable):
             _given(extras, _wanted_extras(problem))
             return empty_forward(operands[3])
         numbers = (slopes_stride(problem, extras),) if problem.alibi else ()
-        return self._prepare(problem, operands, _added_of(problem, extras), scale, numbers)
+        params = param_operands(problem, extras)
+        return self._prepare(problem, operands, _added_of(problem, extras), params, scale, numbers)
 
     def _prepare(
-        self, problem: Problem, operands: _Operands, added: _Added, scale: float, numbers: tuple[int, ...]
+        self,
+        problem: Problem,
+        operands: _Operands,
+        added: _Added,
+        params: tuple[ParamOperand, ...],
+        scale: float,
+        numbers: tuple[int, ...],
     ) -> ForwardCall:
-        run = self._bind(problem, operands, added, scale, numbers)
+        run = self._bind(problem, operands, added, params, scale, numbers)
         if self._splits_descriptors:
             run = _described_twice(run)
         planned = operands[3]
@@ -302,15 +320,21 @@ class TritonForward(CompiledExecutable):
                 made, lse = call(q, k, v, None, lse, extras)
                 return out.copy_(made), lse
             if given not in others:
-                others[given] = self._prepare(problem, (*operands[:3], given), added, scale, numbers)
+                others[given] = self._prepare(problem, (*operands[:3], given), added, params, scale, numbers)
             return others[given](q, k, v, out, lse, extras)
 
         return call
 
     def _bind(
-        self, problem: Problem, operands: _Operands, added: _Added, scale: float, given: tuple[int, ...]
+        self,
+        problem: Problem,
+        operands: _Operands,
+        added: _Added,
+        params: tuple[ParamOperand, ...],
+        scale: float,
+        given: tuple[int, ...],
     ) -> Launch:
-        plan = self._plan(problem, operands, *added, scale_sign=-1 if scale < 0 else 0 if scale == 0 else 1)
+        plan = self._plan(problem, operands, *added, params, scale_sign=-1 if scale < 0 else 0 if scale == 0 else 1)
         layouts: list[Layout | None] = [None] * len(plan.tensors)
         numbers: list[Number] = []
         for index, operand in enumerate(operands):
@@ -325,6 +349,8 @@ class TritonForward(CompiledExecutable):
         for one in added:
             numbers += one.numbers().values() if one is not None else ()
         numbers += given
+        for param in params:
+            numbers += param.numbers().values()
         return self._kernel(plan).bind(layouts, [*numbers, *_numbers(problem, scale).values()], self._programs(problem))
 
     def _plan(
@@ -333,10 +359,18 @@ class TritonForward(CompiledExecutable):
         operands: _Operands,
         mask: MaskOperand | None,
         bias: MaskOperand | None,
+        params: tuple[ParamOperand, ...],
         scale_sign: int,
     ) -> KernelPlan:
-        dense = _are_dense(operands)
-        return forward_plan(problem, self._variant, dense=dense, scale_sign=scale_sign, mask=mask, bias=bias)
+        return forward_plan(
+            problem,
+            self._variant,
+            dense=_are_dense(operands),
+            scale_sign=scale_sign,
+            mask=mask,
+            bias=bias,
+            params=params,
+        )
 
     def _operands(self, problem: Problem, tensors: Sequence[Tensor]) -> _Operands:
         """Of q, k, v as they lie, and of the output that would be allocated."""
@@ -386,9 +420,10 @@ def _wanted_extras(problem: Problem) -> tuple[str, ...]:
     bias = ("bias",) if problem.bias else ()
     slopes = ("alibi_slopes",) if problem.alibi else ()
     sinks = ("sinks",) if problem.sinks else ()
+    params = ("params",) if has_params(problem) else ()
     rng = ("rng",) if problem.dropout_p else ()
     offsets = ("cu_seqlens_q", "cu_seqlens_k") if problem.is_varlen else ()
-    return (*mask, *bias, *slopes, *sinks, *rng, *offsets)
+    return (*mask, *bias, *slopes, *sinks, *params, *rng, *offsets)
 
 
 def _given(extras: Extras, names: Sequence[str]) -> list[Tensor]:
@@ -399,6 +434,9 @@ def _given(extras: Extras, names: Sequence[str]) -> list[Tensor]:
     """
     tensors: list[Tensor] = []
     for name in names:
+        if name == "params":
+            tensors += as_kernels_read(extras.params)
+            continue
         tensor: Tensor | None = getattr(extras, name)
         if tensor is None:
             raise InvalidProblemError(f"the problem asks for {name}, which the call does not give")

@@ -62,7 +62,7 @@ def empty_backward(
     terms: TermGradients = NO_TERMS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of zero, but for that of sinks, which are the LSE."""
-    for term in (terms.bias, terms.alibi_slopes):
+    for term in (terms.bias, terms.alibi_slopes, *terms.params):
         if term is not None:
             term.zero_()
     if terms.sinks is not None and extras.sinks is not None:

@@ -31,12 +31,16 @@ class Asked:
 
     Attributes:
         window: Left and right bound; None has no bound there.
-        softcap, mask_tensor, alibi, alibi_gradient, bias, bias_gradient, sinks, dropout_p: As in :class:`Problem`.
+        softcap, score_mod, mask_mod, params_gradient, mask_tensor: As in :class:`Problem`.
+        alibi, alibi_gradient, bias, bias_gradient, sinks, dropout_p: As in :class:`Problem`.
         packed: Sequences are packed one after the other.
     """
 
     window: tuple[int | None, int | None] = (None, None)
     softcap: float = 0.0
+    score_mod: str = ""
+    mask_mod: str = ""
+    params_gradient: bool = False
     dropout_p: float = 0.0
     mask_tensor: MaskTensor = MaskTensor.NONE
     alibi: bool = False
@@ -56,6 +60,9 @@ class Asked:
             window_left=self.window[0],
             window_right=self.window[1],
             softcap=self.softcap,
+            score_mod=self.score_mod,
+            mask_mod=self.mask_mod,
+            params_gradient=self.params_gradient,
             dropout_p=self.dropout_p,
             mask_tensor=self.mask_tensor,
             alibi=self.alibi,

@@ -27,9 +27,28 @@ COMBINATIONS = tuple(
         "softcap,float_mask,window,dropout",
         "softcap,bool_mask,window,dropout",
         "varlen,softcap,window,dropout",
+        "softcap,score_mod,float_mask,mask_mod,window,dropout,params_gradient",
+        "score_mod,bool_mask,mask_mod,sinks",
+        "score_mod,alibi,bias,float_mask,mask_mod",
+        "score_mod,params_gradient",
     )
 )
 """Features that are asked for together: each alone, and as many as go together."""
+
+
+SCORE_MOD = "score_mod(n: int 0, t: float 2) = tanh(score) + t[h, q_idx - kv_idx + n]"
+MASK_MOD = "mask_mod(doc: int 2) = doc[b, kv_idx] == doc[b, q_idx]"
+
+
+def form_of(op: Pass, mask: Mask, features: tuple[Feature, ...] = ()) -> Form:
+    """A form with these features, whose expressions read tables."""
+    return Form(
+        op=op,
+        mask=mask,
+        features=tuple(each for each in features if op is Pass.BACKWARD or each is not Feature.PARAMS_GRADIENT),
+        score_mod=SCORE_MOD if Feature.SCORE_MOD in features else "",
+        mask_mod=MASK_MOD if Feature.MASK_MOD in features else "",
+    )
 
 
 SPLIT_HEAD_DIM = 80
@@ -38,7 +57,14 @@ SPLIT_HEAD_DIM = 80
 
 def structures(family: Family, form: Form, head_dim: int = 64) -> list[Choices]:
     """All structures of a family for a form, in a fixed order, each once."""
-    cell = make_cell(op=form.op, mask=form.mask, features=form.features, head_dim=head_dim)
+    cell = make_cell(
+        op=form.op,
+        mask=form.mask,
+        features=form.features,
+        head_dim=head_dim,
+        score_mod=form.score_mod,
+        mask_mod=form.mask_mod,
+    )
     space = search_space(cell, make_device(FAMILIES[family]), family)
     knobs = [knob for knob in space.knobs if knob.part is Part.STRUCTURE]
     chosen = (
@@ -77,6 +103,6 @@ def cases() -> Iterator[tuple[Form, Family, Choices]]:
                 continue
             # Packed sequences have an order of tiles for each mask; masks take turns over the other features.
             for mask in Mask if features == (Feature.VARLEN,) else [list(Mask)[number % 2]]:
-                form = Form(op=op, mask=mask, features=features)
+                form = form_of(op, mask, features)
                 for structure in spread(structures(family, form)) + spread(split_structures(family, form)):
                     yield form, family, structure

@@ -19,6 +19,7 @@ from autoflash.runtime.load import load
 from autoflash.runtime.triton_backward import backward_plans
 from autoflash.trial import Resources, Status
 from autoflash.variant import Variant
+from tests.codegen.structures import MASK_MOD, SCORE_MOD
 from tests.compile.assembler import assembler_says
 from tests.factories import make_device
 from tests.gradients import backward_problem, make_variant
@@ -200,6 +201,8 @@ FEATURES: dict[str, dict[str, object]] = {
     "bias_gradient": {"bias_gradient": True},
     "alibi": {"alibi": True},
     "alibi_gradient": {"alibi_gradient": True},
+    "score_mod": {"score_mod": SCORE_MOD},
+    "mask_mod": {"mask_mod": MASK_MOD},
 }
 
 
@@ -207,6 +210,9 @@ FEATURES: dict[str, dict[str, object]] = {
     ("arch", "loop_order", "loads", "features"),
     [
         ("sm_80", "split", "pointer", "window"),
+        ("sm_80", "split", "pointer", "score_mod mask_mod"),
+        ("sm_90", "fused", "tma", "softcap score_mod float_mask"),
+        ("gfx942", "key_outer", "pointer", "score_mod mask_mod window"),
         ("sm_80", "key_outer", "pointer", "bool_mask"),
         ("sm_80", "fused", "pointer", "varlen softcap window dropout"),
         ("sm_90", "fused", "tma", "softcap float_mask window dropout"),

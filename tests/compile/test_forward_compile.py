@@ -15,6 +15,7 @@ from autoflash.runtime.load import load
 from autoflash.runtime.probe import triton_version
 from autoflash.runtime.triton_forward import forward_plan
 from autoflash.trial import Status
+from tests.codegen.structures import MASK_MOD, SCORE_MOD
 from tests.factories import make_device, make_problem, make_variant
 
 pytest.importorskip("triton")
@@ -136,6 +137,7 @@ TERMS: dict[str, dict[str, object]] = {
     "bias": {"bias": True},
     "bias bool_mask sinks": {"bias": True, "mask_tensor": MaskTensor.BOOL, "sinks": True},
     "varlen sinks": {"sinks": True, "packed_q": 1000, "packed_k": 900},
+    "score_mod mask_mod": {"score_mod": SCORE_MOD, "mask_mod": MASK_MOD},
 }
 
 

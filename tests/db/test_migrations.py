@@ -73,6 +73,8 @@ def test_migrations_make_the_constraints_that_the_models_describe(database: Path
 @pytest.mark.parametrize("old", sorted(ASSETS.glob("*.sqlite")), ids=lambda file: file.stem)
 @pytest.mark.parametrize("read_only", [False, True])
 def test_an_old_database_keeps_its_rows(tmp_path: Path, old: Path, read_only: bool) -> None:
+    if read_only and old.stem.removeprefix("schema_") not in migrate.READABLE:
+        pytest.skip("it has to be upgraded first")
     file = Path(shutil.copyfile(old, tmp_path / "t.sqlite"))
 
     with Repository.open(str(file), read_only=read_only) as repository:
@@ -84,11 +86,10 @@ def test_an_old_database_keeps_its_rows(tmp_path: Path, old: Path, read_only: bo
     assert [decision.reason for decision in decisions] == ["kept over upgrades"]
 
 
-@pytest.mark.parametrize("read_only", [False, True])
-def test_what_was_recorded_before_there_were_features_is_plain_attention(tmp_path: Path, read_only: bool) -> None:
+def test_what_was_recorded_before_there_were_features_is_plain_attention(tmp_path: Path) -> None:
     file = Path(shutil.copyfile(ASSETS / "schema_0001.sqlite", tmp_path / "t.sqlite"))
 
-    with Repository.open(str(file), read_only=read_only) as repository:
+    with Repository.open(str(file)) as repository:
         (trial,) = repository.trials(cell=make_cell())
         (decision,) = repository.decisions(cell=make_cell())
         known = repository.verification(trial.source_digest, trial.variant, trial.cell, trial.environment)
@@ -100,8 +101,21 @@ def test_what_was_recorded_before_there_were_features_is_plain_attention(tmp_pat
     assert known is not None
 
 
+@pytest.mark.parametrize("read_only", [False, True])
+def test_what_was_recorded_before_there_were_expressions_has_none(tmp_path: Path, read_only: bool) -> None:
+    file = Path(shutil.copyfile(ASSETS / "schema_0002.sqlite", tmp_path / "t.sqlite"))
+    cell = make_cell(features=(Feature.SOFTCAP, Feature.WINDOW), window_bucket=7)
+
+    with Repository.open(str(file), read_only=read_only) as repository:
+        (trial,) = repository.trials(cell=cell)
+        (decision,) = repository.decisions(cell=cell)
+
+    assert trial.cell == decision.cell == cell
+    assert (cell.score_mod, cell.mask_mod) == ("", "")
+
+
 def test_reading_the_schema_before_changes_nothing(tmp_path: Path) -> None:
-    file = Path(shutil.copyfile(ASSETS / "schema_0001.sqlite", tmp_path / "t.sqlite"))
+    file = Path(shutil.copyfile(ASSETS / "schema_0002.sqlite", tmp_path / "t.sqlite"))
     before = file.read_bytes()
 
     with Repository.open(str(file), read_only=True) as repository:
@@ -112,14 +126,14 @@ def test_reading_the_schema_before_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_reader_goes_on_where_the_database_is_upgraded_meanwhile(tmp_path: Path) -> None:
-    file = Path(shutil.copyfile(ASSETS / "schema_0001.sqlite", tmp_path / "t.sqlite"))
-    softcap = make_cell(features=(Feature.SOFTCAP,))
+    file = Path(shutil.copyfile(ASSETS / "schema_0002.sqlite", tmp_path / "t.sqlite"))
+    modified = make_cell(features=(Feature.SCORE_MOD,), score_mod="score_mod() = score * 2")
 
     with Repository.open(str(file), read_only=True) as reader:
-        assert [trial.cell for trial in reader.trials()] == [make_cell()]
+        before = [trial.cell for trial in reader.trials()]
         with Repository.open(str(file)) as writer:
-            writer.record(make_trial(cell=softcap))
-        assert [trial.cell for trial in reader.trials()] == [make_cell(), softcap]
+            writer.record(make_trial(cell=modified))
+        assert [trial.cell for trial in reader.trials()] == [*before, modified]
 
 
 def test_each_schema_has_a_database_in_the_tests() -> None:

@@ -150,11 +150,12 @@ def test_decisions_of_the_database_are_read(tmp_path: Path) -> None:
 
 
 def test_a_database_of_the_schema_before_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    old = Path(__file__).parents[1] / "db" / "assets" / "schema_0001.sqlite"
+    old = Path(__file__).parents[1] / "db" / "assets" / "schema_0002.sqlite"
     file = shutil.copyfile(old, tmp_path / "t.sqlite")
 
     with caplog.at_level(logging.WARNING, "autoflash"):
-        hits = load(str(file)).hits(make_cell(), HERE)
+        cell = make_cell(features=(Feature.SOFTCAP, Feature.WINDOW), window_bucket=7)
+        hits = load(str(file)).hits(cell, HERE)
 
     assert hits[0].decision.reason == "kept over upgrades"
     assert caplog.records == []
