@@ -12,7 +12,7 @@ from torch import Tensor
 import autoflash
 from autoflash.arguments import draw_rng
 from autoflash.errors import InvalidProblemError, UnsupportedError
-from autoflash.runtime.executable import Extras
+from autoflash.runtime.executable import NO_EXTRAS
 from tests.featured import (
     LENGTHS_K,
     LENGTHS_Q,
@@ -82,7 +82,7 @@ def test_compiled_packed_sequences_and_dropout_run_whole() -> None:
 @pytest.mark.parametrize("name", [*FEATURES, "varlen"])
 def test_opcheck_accepts_featured_calls(name: str) -> None:
     options: tuple[object, ...] = (0.25, "full", False, "never", True, True)
-    extras: list[Tensor | None] = [None] * len(Extras._fields)
+    extras: list[object] = [*NO_EXTRAS[:-1], []]
     features: tuple[object, ...] = (-1, -1, 0.0, 0.0, 0, 0)
     q, k, v = tensors(grad=True)
     if name == "varlen":
@@ -94,7 +94,7 @@ def test_opcheck_accepts_featured_calls(name: str) -> None:
     else:
         extras[0] = FEATURES[name]["mask"].expand(B, H, M, N)
         features = (-1, -1, 2.0, 0.0, 0, 0)
-    arguments = (q, k, v, *extras, *options, *features)
+    arguments = (q, k, v, *extras, *options, *features, "", "")
 
     found = torch.library.opcheck(
         torch.ops.autoflash.attention_forward.default,

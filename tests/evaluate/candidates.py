@@ -46,9 +46,8 @@ class Kernel:
             given = zip((dq, dk, dv), (q, k, v), strict=True)
             dq, dk, dv = (torch.empty_like(like) if grad is None else grad for grad, like in given)
             self._clear(problem, {"dq": (dq, 0.0), "dk": (dk, 0.0), "dv": (dv, 0.0)})
-            for term in terms:
-                if term is not None:
-                    term.zero_()
+            for term in terms.present.values():
+                term.zero_()
             for one, b, rows, keys in self._sequences(problem, extras):
                 parts = [tensor[:, :, rows] for tensor in (q, out, lse, dout)]
                 parts += [None if dlse is None else dlse[:, :, rows]]

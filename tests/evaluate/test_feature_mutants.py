@@ -153,7 +153,7 @@ def test_a_kernel_with_honest_roundings_passes_the_whole_grid_with_all_features(
     assert verification.checks > 15
 
 
-@pytest.mark.parametrize(("feature", "dtype"), list(zip(Feature, itertools.cycle(DType))))
+@pytest.mark.parametrize(("feature", "dtype"), list(zip(FEATURES, itertools.cycle(DType))))
 @pytest.mark.parametrize("op", Pass)
 def test_a_kernel_with_honest_roundings_passes_the_whole_grid_with_each_feature(op, feature, dtype):
     verification = verify(Kernel(), problem_of(op, dtype, Mask.FULL, FEATURES[feature], head_dim=64), Level.FULL)
@@ -161,7 +161,7 @@ def test_a_kernel_with_honest_roundings_passes_the_whole_grid_with_each_feature(
     assert verification.passed, verification.detail
 
 
-@pytest.mark.parametrize("feature", Feature)
+@pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("mask", Mask)
 @pytest.mark.parametrize("dtype", DType)
 @pytest.mark.parametrize("op", Pass)
