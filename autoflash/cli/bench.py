@@ -120,7 +120,7 @@ def _grid(common: Common, device: Device, grid: Grid, flex: bool, out: Path | No
         # Torch's kernels are not asked for them.
         backends = ()
     if flex:
-        backends = (*backends, bench_grid.FLEX)
+        backends = (*backends, bench_grid.FLEX_NAME)
     with Progress(console=common.progress, transient=True) as progress:
         task = progress.add_task("benchmark", total=sum(1 for _ in grid.problems()))
         rows = bench_grid.run(
@@ -201,7 +201,7 @@ def _report(device: Device, grid: Grid, rows: list[Row]) -> dict[str, Json]:
 def _caption(device: Device, backends: tuple[str, ...]) -> str:
     here = environment(device)
     versions = f"torch {here.torch}" + (f", Triton {here.triton}" if here.triton else "")
-    peers = ("FlexAttention" if backend == bench_grid.FLEX else f"SDPA {backend}" for backend in backends)
+    peers = ("FlexAttention" if backend == bench_grid.FLEX_NAME else f"SDPA {backend}" for backend in backends)
     names = " / ".join(("generated", *peers))
     return f"TFLOP/s, {names}, on {device.name} ({versions}, {_today()}; `scripts/benchmark` remakes it):"
 

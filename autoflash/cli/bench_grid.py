@@ -15,6 +15,7 @@ from autoflash.dispatch.ladder import Here, VendorPolicy, inference_ladder, trai
 from autoflash.dispatch.table import Table
 from autoflash.evaluate.benchmark import Call, device_lock, interleaved, make_call
 from autoflash.evaluate.cost import tflops
+from autoflash.evaluate.flex import FLEX, FlexAttention
 from autoflash.keys import Json
 from autoflash.problem import DType, Form, Mask, Pass, Problem, features_text
 from autoflash.runtime.bind import bind
@@ -23,12 +24,12 @@ from autoflash.runtime.probe import environment
 from autoflash.search.presets import Asked
 from autoflash.space import catalog
 from autoflash.trial import Measurement, Tier
-from autoflash.variant import Choices, Family, Variant
+from autoflash.variant import Family, Variant
 
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 QUICK_SEQLENS = (1024, 4096)
-FLEX = "flex"
+FLEX_NAME = FLEX.structure.text("backend")
 """Among backends: torch's flex_attention, which dispatch does not know."""
 
 
@@ -179,8 +180,8 @@ def _row(problem: Problem, here: Here, table: Table, backends: Sequence[str], se
     generated = inference_ladder(cell, here, table, VendorPolicy.NEVER)[0]
     dispatched = _dispatched(problem, here, table)
     vendors = [v for v in catalog.vendors(cell, device) if v.structure["backend"] in backends]
-    if FLEX in backends:
-        vendors.append(Variant(family=Family.VENDOR, structure=Choices(backend=FLEX), config=Choices()))
+    if FLEX_NAME in backends:
+        vendors.append(FLEX)
     variants = list(dict.fromkeys([generated.variant, *vendors, dispatched]))
     with device_lock(device):
         timed = dict(zip(variants, time_together(problem, device, variants, seed), strict=True))
@@ -230,12 +231,7 @@ def time_together(
 
 
 def _executable(problem: Problem, variant: Variant, device: Device) -> Executable:
-    if variant.structure.get("backend") != FLEX:
-        return bind(Form.of(problem), variant, device)
-    # Its compiler takes seconds to import.
-    from autoflash.evaluate.flex import FlexAttention
-
-    return FlexAttention()
+    return FlexAttention() if variant == FLEX else bind(Form.of(problem), variant, device)
 
 
 def row_json(row: Row) -> dict[str, Json]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from autoflash.errors import NoKernelError
 from autoflash.problem import Alignment, Feature, MaskTensor, Pass, Problem
 from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
-from autoflash.runtime.vendor import KeptGraph
+from autoflash.runtime.vendor import KeptGraph, forward_without_lse
 from autoflash.trial import Resources
 from autoflash.variant import Choices, Family, Variant
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 FLEX = Variant(family=Family.VENDOR, structure=Choices(backend="flex"), config=Choices())
 """Like a vendor's kernel: it allocates its own outputs, and has no log-sum-exp to give."""
@@ -77,20 +80,7 @@ class FlexAttention:
         Raises:
             NoKernelError: where :meth:`why_not` has something to say.
         """
-        attend = self._attend(problem, q, k, v, scale, extras)
-
-        def call(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            out: Tensor | None = None,
-            lse: Tensor | None = None,
-            extras: Extras = NO_EXTRAS,
-        ) -> tuple[Tensor, Tensor]:
-            with torch.no_grad():
-                made = attend(q, k, v)
-            return made if out is None else out.copy_(made), q.new_empty(0) if lse is None else lse
-
+        call = forward_without_lse(self._attend(problem, q, k, v, scale, extras))
         with _room_to_compile():
             call(q, k, v)
         return call
@@ -122,6 +112,9 @@ class FlexAttention:
         reason = self.why_not(problem, q, k, v)
         if reason is not None:
             raise NoKernelError(reason)
+        # Its compiler takes seconds to import.
+        from torch.nn.attention.flex_attention import flex_attention
+
         function = torch.compile(flex_attention, dynamic=False) if self._compiled else flex_attention
         return functools.partial(
             function,
@@ -168,6 +161,8 @@ def _block_mask(problem: Problem, extras: Extras, device: torch.device) -> Block
         for predicate in predicates[1:]:
             seen = seen & predicate(b, h, q_idx, kv_idx)
         return seen
+
+    from torch.nn.attention.flex_attention import create_block_mask
 
     return create_block_mask(sees, *sizes, problem.rows_q, problem.rows_k, device=device.type)
 

@@ -12,7 +12,7 @@ from autoflash.evaluate.cost import score_matrix_bytes
 from autoflash.evaluate.semantics import Block, Semantics
 from autoflash.problem import Form, Pass, Problem
 from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
-from autoflash.runtime.vendor import KeptGraph
+from autoflash.runtime.vendor import KeptGraph, forward_without_lse
 from autoflash.trial import Resources
 from autoflash.variant import Choices, Family, Variant
 
@@ -54,21 +54,7 @@ class StandardAttention:
         Raises:
             NoKernelError: where :meth:`why_not` has something to say.
         """
-        attend = self._attend(problem, scale, extras)
-
-        def call(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            out: Tensor | None = None,
-            lse: Tensor | None = None,
-            extras: Extras = NO_EXTRAS,
-        ) -> tuple[Tensor, Tensor]:
-            with torch.no_grad():
-                made = attend(q, k, v)
-            return made if out is None else out.copy_(made), q.new_empty(0) if lse is None else lse
-
-        return call
+        return forward_without_lse(self._attend(problem, scale, extras))
 
     def prepare_backward(
         self,

@@ -172,6 +172,24 @@ class Vendor:
         return None if able(asked) else f"torch's {self._name} backend refuses such tensors on this device"
 
 
+def forward_without_lse(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> ForwardCall:
+    """A call of a function of torch's that allocates its output and has no LSE; nothing is kept for a backward."""
+
+    def call(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        extras: Extras = NO_EXTRAS,
+    ) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            made = attend(q, k, v)
+        return made if out is None else out.copy_(made), q.new_empty(0) if lse is None else lse
+
+    return call
+
+
 class KeptGraph:
     """The backward of the graph of a function of torch's, without LSE, that is kept between calls."""
 
