@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autoflash.evaluate.semantics import Block, Semantics
-from autoflash.runtime.executable import NO_TERMS, TermGradients
+from autoflash.runtime.executable import NO_TERMS, SINGLE_TERMS, TermGradients
 
 Triple = tuple[Tensor, Tensor, Tensor]
 
@@ -84,18 +84,22 @@ def backward(
     return dq, dk, dv
 
 
+def empty_sums(semantics: Semantics, device: torch.device) -> TermGradients:
+    """Zeros in float64, in the shape of each term that the semantics have; of parameters, none."""
+    made = NO_TERMS
+    for name in SINGLE_TERMS:
+        term = getattr(semantics, name)
+        if term is not None:
+            zeros = torch.zeros(term.shape, dtype=torch.float64, device=device)
+            made = made._replace(**{name: zeros})  # type: ignore[arg-type]  # parameters are no single term
+    return made
+
+
 def term_gradients(
     q: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, semantics: Semantics, tiles: Iterable[Tile]
 ) -> TermGradients:
     """Gradients of the terms that the semantics have, in float64."""
-    made = NO_TERMS
-    if semantics.sinks is not None:
-        made = made._replace(sinks=torch.zeros(q.shape[1], dtype=torch.float64, device=q.device))
-    if semantics.bias is not None:
-        made = made._replace(bias=torch.zeros(semantics.bias.shape, dtype=torch.float64, device=q.device))
-    if semantics.alibi_slopes is not None:
-        shape = semantics.alibi_slopes.shape
-        made = made._replace(alibi_slopes=torch.zeros(shape, dtype=torch.float64, device=q.device))
+    made = empty_sums(semantics, q.device)
     sums = param_sums(semantics)
     for tile in tiles:
         rows = tile.block.rows

@@ -9,9 +9,19 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from autoflash.evaluate.exact import Tile, Triple, add_shared, add_slopes, grouped, param_sums, params_of, ungrouped
+from autoflash.evaluate.exact import (
+    Tile,
+    Triple,
+    add_shared,
+    add_slopes,
+    empty_sums,
+    grouped,
+    param_sums,
+    params_of,
+    ungrouped,
+)
 from autoflash.evaluate.semantics import Semantics
-from autoflash.runtime.executable import NO_TERMS, SINGLE_TERMS, TermGradients
+from autoflash.runtime.executable import SINGLE_TERMS, TermGradients
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, semantics: Semantics) -> tuple[Tensor, Tensor]:
@@ -140,14 +150,7 @@ def term_magnitudes(
     q: Tensor, v: Tensor, dout: Tensor, dlse: Tensor | None, semantics: Semantics, tiles: Iterable[Tile]
 ) -> TermGradients:
     """As :func:`magnitude`, for the gradients of the terms."""
-    made = NO_TERMS
-    if semantics.sinks is not None:
-        made = made._replace(sinks=torch.zeros(q.shape[1], dtype=torch.float64, device=q.device))
-    if semantics.bias is not None:
-        made = made._replace(bias=torch.zeros(semantics.bias.shape, dtype=torch.float64, device=q.device))
-    if semantics.alibi_slopes is not None:
-        shape = semantics.alibi_slopes.shape
-        made = made._replace(alibi_slopes=torch.zeros(shape, dtype=torch.float64, device=q.device))
+    made = empty_sums(semantics, q.device)
     sums = param_sums(semantics)
     for tile in tiles:
         rows = tile.block.rows
