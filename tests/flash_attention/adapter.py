@@ -46,8 +46,21 @@ def _watched() -> Iterator[list[Tensor]]:
         module.draw_rng = original  # type: ignore[attr-defined]
 
 
+def _alibi(slopes: Tensor, rows: int, columns: int, shift: Tensor) -> Tensor:
+    """What slopes [B, H] add to the scores [B, H, M, N], where the keys of each sequence begin a shift [B] before."""
+    places = torch.arange(rows, device=slopes.device)[:, None] - torch.arange(columns, device=slopes.device)
+    return -slopes[..., None, None] * (places + shift[:, None, None, None]).abs()
+
+
 def _signed_probabilities(
-    q: Tensor, k: Tensor, lse: Tensor, rng: Tensor, dropout_p: float, scale: float | None
+    q: Tensor,
+    k: Tensor,
+    lse: Tensor,
+    rng: Tensor,
+    dropout_p: float,
+    scale: float | None,
+    slopes: Tensor | None,
+    shift: Tensor,
 ) -> Tensor:
     """exp(score - LSE) [B, H, M, N], negative where dropped: q [B, M, H, D], k [B, N, H_KV, D].
 
@@ -56,6 +69,8 @@ def _signed_probabilities(
     queries, keys = q.detach().transpose(1, 2).float(), k.detach().transpose(1, 2).float()
     keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
     scores = queries @ keys.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if slopes is not None:
+        scores = scores + _alibi(slopes, *scores.shape[2:], shift)
     p = torch.exp(scores - lse.detach().masked_fill(lse == -torch.inf, torch.inf)[..., None])
     batch, heads, rows, columns = p.shape
     keep = reference.dropout_keep(rng, dropout_p, batch, heads, slice(0, rows), columns, p.device)
@@ -96,7 +111,8 @@ def flash_attn_func(
         return out
     if not dropout_p:
         return out, lse, None
-    return out, lse, _signed_probabilities(q, k, lse, drawn[0], dropout_p, softmax_scale)
+    shift = torch.tensor([k.shape[1] - q.shape[1]], device=q.device)
+    return out, lse, _signed_probabilities(q, k, lse, drawn[0], dropout_p, softmax_scale, alibi_slopes, shift)
 
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -128,8 +144,8 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
 ) -> Any:
     """Packed [T, H, D] tensors."""
-    if alibi_slopes is not None or block_table is not None:
-        raise NotImplementedError("alibi_slopes and block_table are not built")
+    if block_table is not None:
+        raise NotImplementedError("block_table is not built")
     with _watched() as drawn:
         out, lse = autoflash.attention_varlen(
             q,
@@ -142,6 +158,7 @@ def flash_attn_varlen_func(
             causal=causal,
             window=_window(window_size),
             softcap=softcap,
+            alibi_slopes=alibi_slopes,
             dropout_p=dropout_p,
             scale=softmax_scale,
             return_lse=True,
@@ -154,7 +171,8 @@ def flash_attn_varlen_func(
         return out, lse, None
     queries, keys = (_padded(x, cu) for x, cu in ((q, cu_seqlens_q), (k, cu_seqlens_k)))
     lses = _padded(lse.transpose(0, 1)[..., None], cu_seqlens_q)[..., 0].transpose(1, 2)  # [B, H, longest]
-    return out, lse, _signed_probabilities(queries, keys, lses, drawn[0], dropout_p, softmax_scale)
+    shift = cu_seqlens_k.diff() - cu_seqlens_q.diff()
+    return out, lse, _signed_probabilities(queries, keys, lses, drawn[0], dropout_p, softmax_scale, alibi_slopes, shift)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -3,8 +3,8 @@
     pip install einops
     python -m tests.flash_attention.suite --cases 2000 --seed 0 --jobs 8 --list cases.txt
 
-Strata are the test functions, each with its values of dtype, causal, local, dropout and softcap. Cases of what is not
-built (ALiBi, KV caches, paged keys) are left out. On a machine without a GPU, ``--device cpu`` runs the smallest ones.
+Strata are the test functions, each with its values of dtype, causal, local, dropout, softcap and ALiBi. Cases of what
+is not built (KV caches, paged keys) are left out. On a machine without a GPU, ``--device cpu`` runs the smallest ones.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LEFT_OUT = (
     "test_flash_attn_varlen_paged_kv_num_splits",
     "test_flash_attn_generator_arg_must_be_none",
 )
-_STRATA = ("dtype", "causal", "local", "dropout_p", "softcap", "deterministic")
+_STRATA = ("dtype", "causal", "local", "dropout_p", "softcap", "alibi", "deterministic")
 _MOST_CPU_WORK = 6 * 128 * 217 * 64
 
 
@@ -122,8 +122,7 @@ def cases(module: types.ModuleType) -> Iterator[Case]:
             )
         for chosen in itertools.product(*axes):
             arguments = tuple(itertools.chain.from_iterable(chosen))
-            given = dict(arguments)
-            if not given.get("alibi") and given.get("paged_kv_block_size") is None:
+            if dict(arguments).get("paged_kv_block_size") is None:
                 yield Case(function=name, arguments=arguments)
 
 
