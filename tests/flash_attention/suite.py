@@ -4,7 +4,9 @@
     python -m tests.flash_attention.suite --cases 2000 --seed 0 --jobs 8 --list cases.txt
 
 Strata are the test functions, each with its values of dtype, causal, local, dropout, softcap and ALiBi. Cases of what
-is not built (KV caches, paged keys) are left out. On a machine without a GPU, ``--device cpu`` runs the smallest ones.
+is not built (KV caches, paged keys) are left out, and those that would skip themselves (softcap beside dropout).
+Outcomes are added to the list as they come; a run that was interrupted goes on from its list. On a machine without a
+GPU, ``--device cpu`` runs the smallest ones.
 """
 
 from __future__ import annotations
@@ -122,7 +124,9 @@ def cases(module: types.ModuleType) -> Iterator[Case]:
             )
         for chosen in itertools.product(*axes):
             arguments = tuple(itertools.chain.from_iterable(chosen))
-            if dict(arguments).get("paged_kv_block_size") is None:
+            given = dict(arguments)
+            skips_itself = given.get("softcap") and given.get("dropout_p")
+            if given.get("paged_kv_block_size") is None and not skips_itself:
                 yield Case(function=name, arguments=arguments)
 
 
@@ -187,6 +191,42 @@ def outcomes(chosen: list[Case], device: str, jobs: int) -> Iterator[tuple[Case,
         yield from outcomes(crowded, device, 1)
 
 
+class Known:
+    """The outcomes in a list of cases, if there is one."""
+
+    def __init__(self, place: Path | None, title: str) -> None:
+        """Read what is there. What failed is not run again unless its line is taken out.
+
+        Raises:
+            ValueError: for the list of another sample.
+        """
+        self._place = place
+        lines = [title] if place is None or not place.exists() else place.read_text().splitlines()
+        if lines[0] != title:
+            raise ValueError(f"{place} begins with {lines[0]!r}, not {title!r}: name another file, or the same --seed")
+        self._title = title
+        split = [line.partition(": ") for line in lines[1:]]
+        self.outcomes = {case: None if outcome == "passed" else outcome for case, _, outcome in split}
+        self.sort()
+
+    def add(self, case: Case, outcome: str | None) -> None:
+        """Keep one more."""
+        self.outcomes[str(case)] = outcome
+        if self._place is not None:
+            with self._place.open("a") as file:
+                file.write(_line(str(case), outcome))
+
+    def sort(self) -> None:
+        """Write the list in the order of the cases."""
+        if self._place is not None:
+            lines = sorted(_line(case, outcome) for case, outcome in self.outcomes.items())
+            self._place.write_text("".join([f"{self._title}\n", *lines]))
+
+
+def _line(case: str, outcome: str | None) -> str:
+    return f"{case}: {outcome or 'passed'}\n"
+
+
 def main() -> int:
     """Run the sample; 1 where a case fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -194,24 +234,25 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, help="processes, spread over the GPUs")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--list", type=Path, help="write the cases with their outcomes here")
+    parser.add_argument("--list", type=Path, help="cases with their outcomes, read and added to")
     parser.add_argument("--quiet", action="store_true", help="print no progress")
     options = parser.parse_args()
     module = load(fetch(), options.device)
     every = [case for case in cases(module) if options.device == "cuda" or case.work <= _MOST_CPU_WORK]
     chosen = sample(every, options.cases, options.seed)
-    found: dict[Case, str | None] = {}
+    known = Known(options.list, f"# seed {options.seed}, commit {COMMIT}")
+    found = {case: known.outcomes[str(case)] for case in chosen if str(case) in known.outcomes}
+    waiting = [case for case in chosen if case not in found]
     began = time.monotonic()
-    for case, outcome in outcomes(chosen, options.device, options.jobs):
+    for done, (case, outcome) in enumerate(outcomes(waiting, options.device, options.jobs), start=1):
         found[case] = outcome
+        known.add(case, outcome)
         if outcome not in (None, "skipped"):
             print(f"FAILED {case}: {outcome}", flush=True)
-        if not options.quiet and (len(found) % 20 == 0 or len(found) == len(chosen)):
-            left = (time.monotonic() - began) / len(found) * (len(chosen) - len(found))
+        if not options.quiet and (done % 20 == 0 or done == len(waiting)):
+            left = (time.monotonic() - began) / done * (len(waiting) - done)
             print(f"{len(found)} of {len(chosen)} cases, {left:.0f} s left", file=sys.stderr, flush=True)
-    if options.list is not None:
-        lines = [f"{case}: {outcome or 'passed'}" for case, outcome in found.items()]
-        options.list.write_text(f"# seed {options.seed}, commit {COMMIT}\n" + "\n".join(sorted(lines)) + "\n")
+    known.sort()
     skipped = sum(outcome == "skipped" for outcome in found.values())
     failed = sum(outcome is not None for outcome in found.values()) - skipped
     passed = len(chosen) - skipped - failed
