@@ -25,7 +25,7 @@ from autoflash.dispatch.buckets import cell_of, problem_of
 from autoflash.dispatch.ladder import Here, VendorPolicy, inference_ladder
 from autoflash.evaluate import overhead
 from autoflash.keys import Json
-from autoflash.problem import DType, Mask, Pass, features_text
+from autoflash.problem import DType, Mask, Pass
 from autoflash.runtime.probe import environment, probe
 from autoflash.search.presets import Asked
 from autoflash.space import catalog
@@ -114,9 +114,10 @@ def command(
 
 def _grid(common: Common, device: Device, grid: Grid, flex: bool, out: Path | None, readme: Path | None) -> None:
     decisions = table.load(common.db, common.table)
-    features = features_text(next(grid.problems()).features)
+    # A window that is as long as the sequence is none: problems of one grid may differ.
+    features = [problem.features for problem in grid.problems()]
     backends: tuple[str, ...] = ("cudnn", "flash") if device.kind.value != "cpu" else ("flash", "math")
-    if features:
+    if all(features):
         # Torch's kernels are not asked for them.
         backends = ()
     if flex:
@@ -135,7 +136,7 @@ def _grid(common: Common, device: Device, grid: Grid, flex: bool, out: Path | No
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         kind = [f"group{grid.group}"] if grid.group > 1 else []
-        kind += features.split(",") if features else []
+        kind += sorted({feature.value for some in features for feature in some})
         name = "-".join([device_slug(device.name), *kind])
         write_table(out / f"{name}.json", bench_json(report), force=True)
     short = f"{_caption(device, backends)}\n\n{markdown_table(*bench_grid.pivot(rows, backends))}\n"

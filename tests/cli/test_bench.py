@@ -61,6 +61,19 @@ def test_features_are_asked_of_every_problem_and_no_vendor_is_timed(
     assert file.stem.endswith("-softcap-window")
 
 
+def test_a_window_that_only_some_lengths_have_is_in_the_name_of_the_results(
+    tmp_path: Path, run_json: Callable[..., Any]
+) -> None:
+    lengths = ["--seqlen", "32", "--seqlen", "64"]
+
+    report = run_json(*SMALL[:-3], *lengths, "--head-dim", "16", "--causal", "--window", "40,0", "--out", str(tmp_path))
+
+    assert [row["features"] for row in report["rows"]] == ["", "window"]
+    assert [sorted(row["vendors"]) for row in report["rows"]] == [["flash", "math"], []]
+    (file,) = tmp_path.iterdir()
+    assert file.stem.endswith("-window")
+
+
 def test_tables_name_the_features() -> None:
     row = _row(make_problem(mask=Mask.CAUSAL).replace(softcap=30.0), 300.0)
 
