@@ -73,7 +73,8 @@ def command(
     The grid is B*S = 16384 tokens, H*D = 2048, S = 512..16384, D = 64/128/256, causal and full, forward and backward
     (smaller on a CPU). TFLOP/s are 4*B*H*S*S*D floating point operations over the time, half of it where causal,
     and 2.5 times as many backward. Each generated kernel is the one that attention(vendor="never") runs. Features such
-    as --window are asked of every problem; torch's kernels are not timed with them, but flex_attention is, with --flex.
+    as --window are asked of every problem; torch's kernels are not timed with them, but for the efficient backend with
+    --bias; flex_attention is, with --flex.
 
     --systems compares standard attention, Rabe-Staats (torch_tiled), the orders of FlashAttention-1 and -2, the Hopper
     family and torch's backends, those of them that run here, on fewer problems: time, the most memory that a call
@@ -119,7 +120,7 @@ def _grid(common: Common, device: Device, grid: Grid, flex: bool, out: Path | No
     backends: tuple[str, ...] = ("cudnn", "flash") if device.kind.value != "cpu" else ("flash", "math")
     if all(features):
         # Torch's kernels are not asked for them.
-        backends = ()
+        backends = (bench_grid.BIASED_NAME,) if grid.asked.bias else ()
     if flex:
         backends = (*backends, bench_grid.FLEX_NAME)
     with Progress(console=common.progress, transient=True) as progress:
@@ -202,7 +203,8 @@ def _report(device: Device, grid: Grid, rows: list[Row]) -> dict[str, Json]:
 def _caption(device: Device, backends: tuple[str, ...]) -> str:
     here = environment(device)
     versions = f"torch {here.torch}" + (f", Triton {here.triton}" if here.triton else "")
-    peers = ("FlexAttention" if backend == bench_grid.FLEX_NAME else f"SDPA {backend}" for backend in backends)
+    words = {bench_grid.FLEX_NAME: "FlexAttention", bench_grid.BIASED_NAME: "SDPA efficient"}
+    peers = (words.get(backend, f"SDPA {backend}") for backend in backends)
     names = " / ".join(("generated", *peers))
     return f"TFLOP/s, {names}, on {device.name} ({versions}, {_today()}; `scripts/benchmark` remakes it):"
 

@@ -14,6 +14,7 @@ from autoflash.dispatch.buckets import cell_of
 from autoflash.dispatch.ladder import Here, VendorPolicy, inference_ladder, training_ladders
 from autoflash.dispatch.table import Table
 from autoflash.evaluate.benchmark import Call, device_lock, interleaved, make_call
+from autoflash.evaluate.biased_sdpa import BIASED, BiasedSdpa
 from autoflash.evaluate.cost import tflops
 from autoflash.evaluate.flex import FLEX, FlexAttention
 from autoflash.keys import Json
@@ -31,6 +32,9 @@ SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 QUICK_SEQLENS = (1024, 4096)
 FLEX_NAME = FLEX.structure.text("backend")
 """Among backends: torch's flex_attention, which dispatch does not know."""
+BIASED_NAME = BIASED.structure.text("backend")
+"""Likewise torch's SDPA with a bias."""
+_OUTSIDERS: dict[Variant, Callable[[], Executable]] = {FLEX: FlexAttention, BIASED: BiasedSdpa}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +184,7 @@ def _row(problem: Problem, here: Here, table: Table, backends: Sequence[str], se
     generated = inference_ladder(cell, here, table, VendorPolicy.NEVER)[0]
     dispatched = _dispatched(problem, here, table)
     vendors = [v for v in catalog.vendors(cell, device) if v.structure["backend"] in backends]
-    if FLEX_NAME in backends:
-        vendors.append(FLEX)
+    vendors += [variant for variant in _OUTSIDERS if variant.structure.text("backend") in backends]
     variants = list(dict.fromkeys([generated.variant, *vendors, dispatched]))
     with device_lock(device):
         timed = dict(zip(variants, time_together(problem, device, variants, seed), strict=True))
@@ -231,7 +234,8 @@ def time_together(
 
 
 def _executable(problem: Problem, variant: Variant, device: Device) -> Executable:
-    return FlexAttention() if variant == FLEX else bind(Form.of(problem), variant, device)
+    outsider = _OUTSIDERS.get(variant)
+    return bind(Form.of(problem), variant, device) if outsider is None else outsider()
 
 
 def row_json(row: Row) -> dict[str, Json]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from autoflash.errors import NoKernelError
 from autoflash.problem import Alignment, Feature, MaskTensor, Pass, Problem
 from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
-from autoflash.runtime.vendor import KeptGraph, forward_without_lse
+from autoflash.runtime.vendor import KeptGraph, forward_without_lse, leaves_of
 from autoflash.trial import Resources
 from autoflash.variant import Choices, Family, Variant
 
@@ -27,7 +27,17 @@ _Modifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 _Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # Whatever comes to be a feature is refused until it is written here.
-_ABLE = (Feature.VARLEN, Feature.SOFTCAP, Feature.FLOAT_MASK, Feature.BOOL_MASK, Feature.WINDOW)
+_ABLE = (
+    Feature.VARLEN,
+    Feature.SOFTCAP,
+    Feature.FLOAT_MASK,
+    Feature.BOOL_MASK,
+    Feature.WINDOW,
+    Feature.ALIBI,
+    Feature.ALIBI_GRADIENT,
+    Feature.BIAS,
+    Feature.BIAS_GRADIENT,
+)
 
 # One kernel is compiled for each shape, as somebody who measures it would have it; torch stops at eight by default.
 _MOST_COMPILED = 10_000
@@ -58,6 +68,8 @@ class FlexAttention:
         unable = [feature.value for feature in problem.features if feature not in _ABLE]
         if unable:
             return f"flex_attention is not asked for {unable[0]}"
+        if problem.is_varlen and problem.alibi:
+            return "flex_attention is not asked for alibi of packed sequences"
         if problem.op is Pass.BACKWARD and problem.deterministic:
             return "the backward of flex_attention is not deterministic"
         if self._compiled and tensors and not tensors[0].is_cuda:
@@ -101,7 +113,8 @@ class FlexAttention:
         Raises:
             NoKernelError: where :meth:`why_not` has something to say.
         """
-        call = KeptGraph(self._attend(problem, q, k, v, scale, extras))
+        leaves = leaves_of(problem, extras)
+        call = KeptGraph(self._attend(problem, q, k, v, scale, extras.replaced(leaves)), leaves)
         with _room_to_compile():
             call(q, k, v, out, torch.empty(0), dout)
         return call
@@ -133,15 +146,29 @@ def _room_to_compile() -> AbstractContextManager[None]:
 def _modifier(problem: Problem, extras: Extras) -> _Modifier | None:
     """What is done to the scaled scores."""
     cap, mask = problem.softcap, extras.mask if problem.mask_tensor is MaskTensor.FLOAT else None
-    if not cap and mask is None:
+    bias, slopes, diagonal = extras.bias, extras.alibi_slopes, problem.diagonal
+    if not cap and mask is None and bias is None and slopes is None:
         return None
 
     def modify(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         if cap:
             score = cap * torch.tanh(score / cap)
-        return score if mask is None else score + mask[b, h, q_idx, kv_idx]
+        if mask is not None:
+            score = score + mask[b, h, q_idx, kv_idx]
+        if bias is not None:
+            score = score + bias[_inside(bias, b, h, q_idx, kv_idx)]
+        if slopes is not None:
+            score = score - slopes[_inside(slopes, b, h)] * (q_idx + diagonal - kv_idx).abs()
+        return score
 
     return modify
+
+
+def _inside(tensor: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
+    """Places in a tensor that has one element where it is shared by all."""
+    return tuple(
+        torch.zeros_like(place) if size == 1 else place for place, size in zip(places, tensor.shape, strict=True)
+    )
 
 
 def _block_mask(problem: Problem, extras: Extras, device: torch.device) -> BlockMask | None:

@@ -7,7 +7,7 @@ timed is what runs. Tensors are always views of layout [B, H, S, D]; their strid
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -44,6 +44,10 @@ class Extras(NamedTuple):
     bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
     params: tuple[Tensor, ...] = ()
+
+    def replaced(self, terms: Mapping[str, Tensor]) -> Extras:
+        """The same with other tensors for some of the fields of one."""
+        return self._replace(**terms)  # type: ignore[arg-type]  # which names they are is not known here
 
     @property
     def sequences(self) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -190,12 +190,26 @@ def forward_without_lse(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> F
     return call
 
 
+def leaves_of(problem: Problem, extras: Extras) -> dict[str, Tensor]:
+    """The terms whose gradients a problem asks for, by name, as leaves of autograd."""
+    asked = {"bias": problem.bias_gradient, "alibi_slopes": problem.alibi_gradient}
+    return {name: getattr(extras, name).detach().requires_grad_() for name, is_asked in asked.items() if is_asked}
+
+
 class KeptGraph:
     """The backward of the graph of a function of torch's, without LSE, that is kept between calls."""
 
-    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        """Run nothing yet: the first call runs ``attend``."""
+    def __init__(
+        self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], terms: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Run nothing yet: the first call runs ``attend``.
+
+        Args:
+            attend: Of q, k, v.
+            terms: What else it reads and has a gradient, by the names of :class:`TermGradients`: leaves of autograd.
+        """
         self._attend = attend
+        self._terms = dict(terms or {})
         self._made_from: tuple[tuple[int, int], ...] = ()
         self._inputs: tuple[Tensor, ...] = ()
         self._leaves: tuple[Tensor, ...] = ()
@@ -226,10 +240,13 @@ class KeptGraph:
                 self._out = self._attend(*self._leaves)
             # Held, so that no other tensor can get the same id.
             self._inputs, self._made_from = (q, k, v), made_from
-        made = torch.autograd.grad(self._out, self._leaves, dout, retain_graph=True)
+        made = torch.autograd.grad(self._out, (*self._leaves, *self._terms.values()), dout, retain_graph=True)
+        for name, gradient in zip(self._terms, made[3:], strict=True):
+            if (term := getattr(terms, name)) is not None:
+                term.copy_(gradient)
         first, second, third = (
             gradient if given is None else given.copy_(gradient)
-            for gradient, given in zip(made, (dq, dk, dv), strict=True)
+            for gradient, given in zip(made[:3], (dq, dk, dv), strict=True)
         )
         return first, second, third
 

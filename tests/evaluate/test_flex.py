@@ -26,6 +26,8 @@ FORMS: dict[str, dict[str, object]] = {
     "softcap": {"softcap": 5.0},
     "bool mask": {"mask_tensor": MaskTensor.BOOL},
     "float mask after softcap": {"mask_tensor": MaskTensor.FLOAT, "softcap": 5.0, "mask": Mask.CAUSAL},
+    "alibi": {"alibi": True, "alibi_gradient": True, "mask": Mask.CAUSAL, "seqlen_k": 190},
+    "bias": {"bias": True, "bias_gradient": True},
     "packed": {"batch": 2, "packed_q": 256, "packed_k": 256},
     "packed causal window": {
         "batch": 2,
@@ -59,6 +61,7 @@ def test_it_computes_what_a_verified_kernel_computes(form: str) -> None:
     ("problem", "words"),
     [
         (problem_of(Pass.FORWARD, dropout_p=0.1), "not asked for dropout"),
+        (problem_of(Pass.FORWARD, alibi=True, packed_q=256, packed_k=256), "alibi of packed sequences"),
         (problem_of(Pass.BACKWARD, deterministic=True), "not deterministic"),
         (problem_of(Pass.FORWARD, seqlen_k=0), "no query or no key"),
         (problem_of(Pass.FORWARD), "compared on GPUs"),
