@@ -143,7 +143,8 @@ _GPU_FEATURES = (
         groups=(8,),
         asked=(Asked(sinks=True), Asked(sinks=True, window=(127, 0)), Asked(sinks=True, packed=True)),
     ),
-    # Encoders (ModernBERT's windows are 64 to each side), and training with dropout.
+    # Encoders (ModernBERT's windows are 64 to each side; a learned bias as in T5, Swin and AlphaFold), and training with
+    # dropout.
     Axes(
         passes=_BOTH_PASSES,
         dtypes=(DType.BF16,),
@@ -155,6 +156,7 @@ _GPU_FEATURES = (
             Asked(dropout_p=0.1),
             Asked(mask_tensor=MaskTensor.BOOL),
             Asked(mask_tensor=MaskTensor.FLOAT),
+            Asked(bias=True, bias_gradient=True),
             Asked(window=(64, 64)),
         ),
     ),
@@ -180,6 +182,7 @@ _CPU_FEATURES = (
             Asked(dropout_p=0.1),
             Asked(mask_tensor=MaskTensor.BOOL),
             Asked(mask_tensor=MaskTensor.FLOAT),
+            Asked(bias=True, bias_gradient=True),
         ),
     ),
 )

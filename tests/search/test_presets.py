@@ -73,6 +73,8 @@ def test_the_features_preset_has_what_models_ask_for(device: Device) -> None:
         assert (op, (Feature.VARLEN,), Mask.CAUSAL, True) in found
         for feature in (Feature.DROPOUT, Feature.BOOL_MASK, Feature.FLOAT_MASK):
             assert (op, (feature,), Mask.FULL, False) in found
+    assert (Pass.FORWARD, (Feature.BIAS,), Mask.FULL, False) in found
+    assert (Pass.BACKWARD, (Feature.BIAS, Feature.BIAS_GRADIENT), Mask.FULL, False) in found
 
 
 @pytest.mark.parametrize("preset", [Preset.QUICK, Preset.LLM, Preset.VISION])
