@@ -143,8 +143,7 @@ _GPU_FEATURES = (
         groups=(8,),
         asked=(Asked(sinks=True), Asked(sinks=True, window=(127, 0)), Asked(sinks=True, packed=True)),
     ),
-    # Encoders (ModernBERT's windows are 64 to each side; a learned bias as in T5, Swin and AlphaFold), and training with
-    # dropout.
+    # Encoders (ModernBERT sees 64 to each side; T5, Swin and AlphaFold learn a bias), and training with dropout.
     Axes(
         passes=_BOTH_PASSES,
         dtypes=(DType.BF16,),

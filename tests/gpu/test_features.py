@@ -39,6 +39,8 @@ FEATURES: dict[str, dict[str, Any]] = {
     "bias": {"bias": True, "bias_gradient": True},
     "alibi": {"alibi": True, "alibi_gradient": True},
     "alibi-varlen": {"alibi": True, "alibi_gradient": True, "packed_q": 1024, "packed_k": 1024},
+    "score-mod": {"score_mod": "score_mod(n: int 0, t: float 2) = score + t[h, q_idx - kv_idx + n]"},
+    "mask-mod": {"mask_mod": "mask_mod(doc: int 2) = doc[b, kv_idx] == doc[b, q_idx]", "mask": Mask.CAUSAL},
     "sinks-varlen": {"sinks": True, "packed_q": 1024, "packed_k": 1024},
     "dense-all": {
         "window_left": 100,
@@ -170,7 +172,7 @@ def test_case_a06_each_replay_of_a_graph_drops_anew_and_its_backward_agrees() ->
     assert torch.equal(captured[0], first[0])
 
 
-@pytest.mark.parametrize("name", ["window", "bool-keys", "softcap", "sinks", "dropout", "varlen"])
+@pytest.mark.parametrize("name", ["window", "bool-keys", "softcap", "sinks", "alibi", "bias-keys", "dropout", "varlen"])
 def test_memory_beside_outputs_is_linear_in_the_sequence(name: str) -> None:
     def peak(s: int) -> int:
         q, k, v = tensors(1, 4, s, 64, grad=True)
@@ -180,6 +182,8 @@ def test_memory_beside_outputs_is_linear_in_the_sequence(name: str) -> None:
             "bool-keys": {"mask": torch.rand(1, 1, 1, s, device="cuda") < 0.5},
             "softcap": {"softcap": 10.0},
             "sinks": {"sinks": torch.zeros(4, device="cuda", requires_grad=True)},
+            "alibi": {"alibi_slopes": torch.rand(4, device="cuda", requires_grad=True)},
+            "bias-keys": {"bias": torch.randn(1, 4, 1, s, device="cuda", requires_grad=True)},
             "dropout": {"dropout_p": 0.1},
         }.get(name, {})
         cu = torch.tensor([0, s // 3, s], device="cuda", dtype=torch.int32)
@@ -190,7 +194,7 @@ def test_memory_beside_outputs_is_linear_in_the_sequence(name: str) -> None:
                 out = autoflash.attention_varlen(*rows, cu, cu, vendor="never").transpose(0, 1)[None]  # type: ignore[union-attr]
             else:
                 out = attend(q, k, v, **how)
-            terms = [how["sinks"]] if "sinks" in how else []
+            terms = [how[term] for term in ("sinks", "alibi_slopes", "bias") if term in how]
             torch.autograd.grad(out, (q, k, v, *terms), dout)
 
         step()
