@@ -10,18 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from autoflash.errors import NoKernelError
+from autoflash.evaluate.peer import Attend, Peer
 from autoflash.problem import Alignment, Feature, MaskTensor, Pass, Problem
 from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
-from autoflash.runtime.vendor import KeptGraph, forward_without_lse, leaves_of
-from autoflash.trial import Resources
 from autoflash.variant import Choices, Family, Variant
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 FLEX = Variant(family=Family.VENDOR, structure=Choices(backend="flex"), config=Choices())
-"""Like a vendor's kernel: it allocates its own outputs, and has no log-sum-exp to give."""
 
 _Modifier = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 _Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -43,15 +40,10 @@ _ABLE = (
 _MOST_COMPILED = 10_000
 
 
-class FlexAttention:
-    """Executable of torch's flex_attention, compiled for each problem, with its block mask made ahead.
+class FlexAttention(Peer):
+    """Torch's flex_attention, compiled for each problem, with its block mask made ahead."""
 
-    It is no candidate of dispatch. The backward is autograd's, of a graph that is kept between calls.
-    """
-
-    has_lse = False
     variant = FLEX
-    source_digest = ""
 
     def __init__(self, *, compiled: bool = True) -> None:
         """Compile nothing yet.
@@ -80,10 +72,6 @@ class FlexAttention:
         """False: each problem is compiled anew."""
         return False
 
-    def resources(self) -> Resources | None:
-        """Nothing is known of its kernels."""
-        return None
-
     def prepare_forward(
         self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras = NO_EXTRAS
     ) -> ForwardCall:
@@ -92,7 +80,7 @@ class FlexAttention:
         Raises:
             NoKernelError: where :meth:`why_not` has something to say.
         """
-        call = forward_without_lse(self._attend(problem, q, k, v, scale, extras))
+        call = super().prepare_forward(problem, q, k, v, scale, extras)
         with _room_to_compile():
             call(q, k, v)
         return call
@@ -108,23 +96,18 @@ class FlexAttention:
         scale: float,
         extras: Extras = NO_EXTRAS,
     ) -> BackwardCall:
-        """Each call is the backward of a forward's graph, which is kept as long as the tensors stay the same.
+        """Likewise of both passes.
 
         Raises:
             NoKernelError: where :meth:`why_not` has something to say.
         """
-        leaves = leaves_of(problem, extras)
-        call = KeptGraph(self._attend(problem, q, k, v, scale, extras.replaced(leaves)), leaves)
+        call = super().prepare_backward(problem, q, k, v, out, dout, scale, extras)
         with _room_to_compile():
             call(q, k, v, out, torch.empty(0), dout)
         return call
 
-    def _attend(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras
-    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        reason = self.why_not(problem, q, k, v)
-        if reason is not None:
-            raise NoKernelError(reason)
+    def attend(self, problem: Problem, q: Tensor, scale: float, extras: Extras) -> Attend:
+        """flex_attention with everything bound but q, k and v."""
         # Its compiler takes seconds to import.
         from torch.nn.attention.flex_attention import flex_attention
 

@@ -190,12 +190,6 @@ def forward_without_lse(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> F
     return call
 
 
-def leaves_of(problem: Problem, extras: Extras) -> dict[str, Tensor]:
-    """The terms whose gradients a problem asks for, by name, as leaves of autograd."""
-    asked = {"bias": problem.bias_gradient, "alibi_slopes": problem.alibi_gradient}
-    return {name: getattr(extras, name).detach().requires_grad_() for name, is_asked in asked.items() if is_asked}
-
-
 class KeptGraph:
     """The backward of the graph of a function of torch's, without LSE, that is kept between calls."""
 

@@ -7,6 +7,8 @@ import torch
 
 from autoflash.errors import NoKernelError
 from autoflash.evaluate.biased_sdpa import BiasedSdpa
+from autoflash.evaluate.peer import Peer
+from autoflash.evaluate.standard import StandardAttention
 from autoflash.evaluate.timed_inputs import timed_inputs
 from autoflash.problem import DType, Form, Mask, Pass, Problem
 from autoflash.runtime.bind import bind
@@ -35,13 +37,14 @@ def test_the_forward_is_that_of_a_verified_kernel() -> None:
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_the_backward_gives_the_gradient_of_the_bias_too() -> None:
+@pytest.mark.parametrize("peer", [BiasedSdpa(), StandardAttention()])
+def test_the_backward_gives_the_gradient_of_the_bias_too(peer: Peer) -> None:
     problem = problem_of(Pass.BACKWARD)
     q, k, v, out, lse, dout, extras = timed_inputs(problem, CPU, 0)
     found, wanted = (TermGradients.asked_by(problem, extras) for _ in range(2))
     scale = problem.head_dim**-0.5
 
-    made = BiasedSdpa().prepare_backward(problem, q, k, v, out, dout, scale, extras)(
+    made = peer.prepare_backward(problem, q, k, v, out, dout, scale, extras)(
         q, k, v, out, lse, dout, extras=extras, terms=found
     )
     portable = bind(Form.of(problem), make_variant(Family.TORCH_TILED, op=Pass.BACKWARD), CPU)

@@ -1,0 +1,87 @@
+"""What torch has beside its SDPA backends, made to look like a kernel of ours for a comparison."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from torch import Tensor
+
+from autoflash.errors import NoKernelError
+from autoflash.problem import Problem
+from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
+from autoflash.runtime.vendor import KeptGraph, forward_without_lse
+from autoflash.trial import Resources
+from autoflash.variant import Variant
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From q, k, v to the output."""
+
+
+class Peer(ABC):
+    """Executable of a function of torch's that allocates its own outputs, and has no log-sum-exp to give.
+
+    It is no candidate of dispatch. The backward is autograd's, of a graph that is kept between calls.
+    """
+
+    has_lse = False
+    source_digest = ""
+    variant: Variant
+
+    @abstractmethod
+    def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
+        """What it cannot do; None if it can run the problem."""
+
+    @abstractmethod
+    def attend(self, problem: Problem, q: Tensor, scale: float, extras: Extras) -> Attend:
+        """The function for a problem that it can do; differentiable by the tensors of ``extras``."""
+
+    def is_loaded(self, problem: Problem, *tensors: Tensor, extras: Extras = NO_EXTRAS) -> bool:
+        """Whether a first call has nothing to compile."""
+        return True
+
+    def resources(self) -> Resources | None:
+        """Nothing is known of torch's kernels."""
+        return None
+
+    def prepare_forward(
+        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras = NO_EXTRAS
+    ) -> ForwardCall:
+        """Bind the scale and the extras.
+
+        Raises:
+            NoKernelError: where :meth:`why_not` has something to say.
+        """
+        self._check(problem, q, k, v)
+        return forward_without_lse(self.attend(problem, q, scale, extras))
+
+    def prepare_backward(
+        self,
+        problem: Problem,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        dout: Tensor,
+        scale: float,
+        extras: Extras = NO_EXTRAS,
+    ) -> BackwardCall:
+        """Each call is the backward of a forward's graph, which is kept as long as the tensors stay the same.
+
+        Raises:
+            NoKernelError: where :meth:`why_not` has something to say.
+        """
+        self._check(problem, q, k, v)
+        leaves = _leaves(problem, extras)
+        return KeptGraph(self.attend(problem, q, scale, extras.replaced(leaves)), leaves)
+
+    def _check(self, problem: Problem, *tensors: Tensor) -> None:
+        reason = self.why_not(problem, *tensors)
+        if reason is not None:
+            raise NoKernelError(reason)
+
+
+def _leaves(problem: Problem, extras: Extras) -> dict[str, Tensor]:
+    """The terms whose gradients a problem asks for, by name, as leaves of autograd."""
+    asked = {"bias": problem.bias_gradient, "alibi_slopes": problem.alibi_gradient}
+    return {name: getattr(extras, name).detach().requires_grad_() for name, is_asked in asked.items() if is_asked}
