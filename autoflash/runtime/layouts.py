@@ -150,11 +150,13 @@ def block_dim(head_dim: int, least: int = 16) -> int:
     return max(least, padded(head_dim))
 
 
-def why_not_split(problem: Problem, structure: Choices) -> str | None:
-    """Why a structure that holds vectors in two tiles cannot hold those of a problem; None where it can."""
+def why_not_structure(problem: Problem, structure: Choices) -> str | None:
+    """Why kernels of a structure cannot hold the vectors of a problem, or are not as exact as its type; None if fit."""
     shortest = min(problem.head_dim, problem.head_dim_v)
     if splits_heads(structure) and shortest <= 16:
         return f"head_dim_tiles=split needs vectors of more than 16 elements, some have {shortest}"
+    if structure.get("exp2") == "polynomial" and problem.dtype is DType.FP32:
+        return "exp2=polynomial is exact to 3e-6, which is for fp16 and bf16"
     return None
 
 

@@ -18,7 +18,7 @@ from autoflash.runtime.backward_plan import Step, backward_steps, bias_sums_shap
 from autoflash.runtime.compiled import CompiledExecutable
 from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS, BackwardCall, Extras, TermGradients
 from autoflash.runtime.launch import KernelPlan, Launch
-from autoflash.runtime.layouts import ALIGNMENT_BYTES, TORCH_TYPES, Operand, strides_in_order_of, why_not_split
+from autoflash.runtime.layouts import ALIGNMENT_BYTES, TORCH_TYPES, Operand, strides_in_order_of, why_not_structure
 from autoflash.runtime.params import has_params
 from autoflash.runtime.term_gradients import bias_gradient_of_sums, sinks_gradient_of_rows, slopes_gradient_of_sums
 from autoflash.runtime.trivial import empty_backward
@@ -108,7 +108,7 @@ class TritonBackward(CompiledExecutable):
         """The precondition that these tensors (q, k, v, dout) miss; None if it can run them."""
         if problem.deterministic and self._is_key_outer:
             return "loop_order=key_outer adds to dq in any order: it is not deterministic"
-        if (reason := why_not_split(problem, self._variant.structure)) is not None:
+        if (reason := why_not_structure(problem, self._variant.structure)) is not None:
             return reason
         if problem.is_empty:
             return None

@@ -25,7 +25,7 @@ from autoflash.runtime.layouts import (
     reach,
     slots,
     strides_in_order_of,
-    why_not_split,
+    why_not_structure,
     width_constants,
 )
 from autoflash.runtime.params import ParamOperand, as_kernels_read, has_params, param_operands, usual_params
@@ -212,7 +212,7 @@ class TritonForward(CompiledExecutable):
         """The precondition that these tensors (q, k, v) miss; None if it can run them."""
         if self._programs(problem) > launch.MAX_PROGRAMS:
             return f"{self._programs(problem)} tiles of queries are more than one launch has"
-        if (reason := why_not_split(problem, self._variant.structure)) is not None:
+        if (reason := why_not_structure(problem, self._variant.structure)) is not None:
             return reason
         if not self._uses_tma or problem.is_empty:
             return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autoflash.device import Device, DeviceKind
 from autoflash.problem import Cell, DType, Feature, Mask, Pass
-from autoflash.space import hopper
+from autoflash.space import hopper, softmax
 from autoflash.trial import Resources
 from autoflash.variant import Choices, Family, Variant
 
@@ -230,6 +230,7 @@ def score(variant: Variant, cell: Cell, device: Device, resources: Resources | N
         return 0.0
     # TMA loads are about 10 % faster than pointers forward, 3 % backward (measured on sm_90).
     bonus = (0.25 if cell.op is Pass.FORWARD else 0.15) if variant.structure.get("loads") == "tma" else 0.0
+    bonus += softmax.score(variant.structure)
     if splits_heads(variant.structure):
         # Half of the matrix work that is saved, since each part has loads and issues of its own; not measured.
         bonus += 0.5 * math.log2(padded(cell.head_dim) / in_parts(cell.head_dim))

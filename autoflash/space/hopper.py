@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from autoflash.problem import Cell, DType, Mask, Pass
-from autoflash.space.knob import Knob, Part
+from autoflash.space import softmax
+from autoflash.space.knob import Knob, Part, always
 from autoflash.trial import Resources
 from autoflash.variant import Choice, Variant
 
@@ -84,6 +85,7 @@ def score(variant: Variant, cell: Cell, resources: Resources | None) -> float:
     rank += 0.2 if structure["q_operand"] == "registers" else 0.0
     rank += 0.3 if structure["schedule"] == "ticketed" else 0.0
     rank += 0.2 if config["persistent"] == 1 else 0.0
+    rank += softmax.score(structure)
     return rank + 0.02 * config.number("num_stages")
 
 
@@ -103,6 +105,7 @@ def _forward_knobs(cell: Cell) -> tuple[Knob, ...]:
             default="round_robin",
         ),
         Knob(name="output", part=structure, values=("tma", "direct"), default="tma"),
+        *((softmax.rescale_knob(_is_whole), softmax.exp2_knob(always)) if softmax.gains(cell) else ()),
         Knob(name="BLOCK_N", part=config, values=(64, 128), default=128),
         Knob(name="num_stages", part=config, values=(2, 3, 4), default=2),
         Knob(name="persistent", part=config, values=(0, 1), default=1),
@@ -121,6 +124,11 @@ def _backward_knobs() -> tuple[Knob, ...]:
 
 def _take_turns(choices: Mapping[str, Choice]) -> bool:
     return choices["consumers"] != 1
+
+
+def _is_whole(choices: Mapping[str, Choice]) -> bool:
+    # In halves, the accumulator is rescaled in the shadow of exponentials.
+    return choices["exponentials"] == "whole"
 
 
 def _forward_why_not(variant: Variant, cell: Cell, shared_bytes: int) -> str | None:

@@ -54,6 +54,9 @@ def form_of(op: Pass, mask: Mask, features: tuple[Feature, ...] = ()) -> Form:
 SPLIT_HEAD_DIM = 80
 """A head dimension that takes fewer columns in two tiles than in one."""
 
+LATER = {"rescale", "exp2"}
+"""Choices beside a default that is left out."""
+
 
 def structures(family: Family, form: Form, head_dim: int = 64) -> list[Choices]:
     """All structures of a family for a form, in a fixed order, each once."""
@@ -92,11 +95,13 @@ def spread(all_of_them: list[Choices]) -> list[Choices]:
 
 
 def cases() -> Iterator[tuple[Form, Family, Choices]]:
-    """Every family and structure in both masks; a spread of the structures with features and of heads in two parts."""
+    """Every family and structure in both masks; a spread with features, later choices and heads in two parts."""
     for family in FAMILIES:
         for op, mask in itertools.product(Pass, Mask):
             form = Form(op=op, mask=mask)
-            for structure in structures(family, form) + spread(split_structures(family, form)):
+            first = [one for one in structures(family, form) if not LATER & set(one)]
+            later = [one for one in structures(family, form) if LATER & set(one)]
+            for structure in first + spread(later) + spread(split_structures(family, form)):
                 yield form, family, structure
         for op, (number, features) in itertools.product(Pass, enumerate(COMBINATIONS)):
             if family not in families(op, make_device(FAMILIES[family]), features):

@@ -103,3 +103,33 @@ def test_heads_in_other_tiles_than_a_template_knows_are_refused(
 
     with pytest.raises(RenderError, match=reason):
         render(Form(op=op, mask=Mask.FULL), Family.TRITON, structure)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        (Family.TRITON, {"rescale": "seldom"}, "unknown rescale: seldom"),
+        (Family.TRITON, {"exp2": "table"}, "unknown exp2: table"),
+        (Family.TRITON, {"rescale": "conditional", "pv_order": "under_next_softmax"}, "rescales always"),
+        (Family.TRITON, {"rescale": "conditional", "loop_order": "key_outer"}, "rescales always"),
+        (Family.TRITON, {"exp2": "polynomial", "loop_order": "key_outer"}, "exponentials of the hardware"),
+        (Family.GLUON_SM90, {"rescale": "seldom"}, "unknown rescale: seldom"),
+        (Family.GLUON_SM90, {"exp2": "table"}, "unknown exp2: table"),
+        (Family.GLUON_SM90, {"rescale": "conditional"}, "exponentials=halves rescales always"),
+    ],
+)
+def test_a_softmax_that_a_template_does_not_have_is_refused(
+    family: Family, changes: dict[str, str], reason: str
+) -> None:
+    structure = make_variant(family).structure.replace(**changes)
+
+    with pytest.raises(RenderError, match=reason):
+        render(Form(op=Pass.FORWARD, mask=Mask.FULL), family, structure)
+
+
+@pytest.mark.parametrize("loop_order", ["split", "fused", "key_outer"])
+def test_a_backward_of_unknown_exponentials_is_refused(loop_order: str) -> None:
+    structure = make_variant(op=Pass.BACKWARD).structure.replace(loop_order=loop_order, exp2="table")
+
+    with pytest.raises(RenderError, match="unknown exp2: table"):
+        render(Form(op=Pass.BACKWARD, mask=Mask.FULL), Family.TRITON, structure)

@@ -65,6 +65,72 @@ def test_vectors_in_two_tiles_take_no_more_than_padded_ones(arch: str, loads: st
         assert after.spill_bytes <= before.spill_bytes
 
 
+SOFTMAX = {
+    "conditional": {"rescale": "conditional"},
+    "polynomial": {"exp2": "polynomial"},
+    "both": {"rescale": "conditional", "exp2": "polynomial"},
+}
+
+
+@pytest.mark.parametrize("choice", SOFTMAX)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_choices_in_the_softmax_compile_everywhere_without_more_spills(arch: str, choice: str) -> None:
+    problem, device = make_problem(head_dim=128, mask=Mask.CAUSAL, **RAGGED), make_device(arch)
+    plain = make_variant(loads="tma" if device.has_tma else "pointer", row_sum="per_thread", **CONFIG)
+    chosen = make_variant(structure=plain.structure.replace(**SOFTMAX[choice]), config=plain.config)
+
+    before, after = (compile_variant(problem, variant, device) for variant in (plain, chosen))
+
+    assert after.status is Status.CORRECT, after.detail
+    assert before.resources is not None
+    assert after.resources is not None
+    if triton_version() == "3.6":
+        assert after.resources.spill_bytes <= before.resources.spill_bytes
+
+
+@pytest.mark.skipif(triton_version() != "3.6", reason="what the compiler folds changes with each release")
+@pytest.mark.parametrize(
+    ("structure", "config", "sizes"),
+    [
+        ({"row_sum": "per_thread"}, (64, 128, 4, 1), {"head_dim": 128}),
+        (
+            {**UNDER, "tile_order": "heads_first"},
+            (128, 64, 4, 2),
+            {"head_dim": 128, "mask": Mask.CAUSAL},
+        ),
+        ({"mask_loops": "branch"}, (64, 128, 4, 2), {"head_dim": 64, "mask": Mask.CAUSAL}),
+    ],
+    ids=["d128_full", "d128_causal", "d64_causal"],
+)
+def test_a_quarter_of_the_exponentials_is_left_to_no_special_function_unit(
+    structure: dict[str, str], config: tuple[int, int, int, int], sizes: dict[str, object]
+) -> None:
+    problem = make_problem(**EVEN, **sizes)
+    numbers = dict(zip(("BLOCK_M", "BLOCK_N", "num_warps", "num_stages"), config, strict=True))
+    plain = make_variant(loads="tma", **structure, **numbers)
+    mixed = make_variant(loads="tma", **structure, **numbers, exp2="polynomial")
+
+    before, after = (
+        str(
+            compile_kernel(
+                load(render(Form.of(problem), variant.family, variant.structure)),
+                forward_plan(problem, variant),
+                make_device(),
+            ).asm["ptx"]
+        )
+        for variant in (plain, mixed)
+    )
+
+    polynomials = after.count("max.NaN.f32")
+    tiles = numbers["BLOCK_M"] * numbers["BLOCK_N"] // 128
+    assert polynomials > 0
+    assert polynomials % (tiles // 4) == 0
+    assert after.count("ex2.approx") == before.count("ex2.approx") - polynomials
+    outcome = compile_variant(problem, mixed, make_device())
+    assert outcome.resources is not None
+    assert outcome.resources.spill_bytes == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", CROSS_TARGETS)
 @pytest.mark.parametrize(

@@ -109,6 +109,40 @@ def test_every_shipped_winner_keeps_its_registers(decision: Decision) -> None:
     assert_tight(problem, variant, plan, set(), 0 if is_forward else 16)
 
 
+@pytest.mark.skipif(not triton_version().startswith("3.6"), reason="registers are those of one release")
+@pytest.mark.parametrize(
+    ("head_dim", "changes"),
+    [
+        (64, {**NARROW, "exp2": "polynomial"}),
+        (64, {**NARROW, "exp2": "polynomial", "rescale": "conditional"}),
+        (128, {"exp2": "polynomial"}),
+        (128, {"exponentials": "whole", "rescale": "conditional"}),
+        (128, {"exponentials": "whole", "rescale": "conditional", "exp2": "polynomial"}),
+    ],
+)
+def test_choices_in_the_softmax_keep_their_registers(head_dim: int, changes: dict[str, str | int]) -> None:
+    problem = make_problem(head_dim=head_dim, heads=8, seqlen_q=1024)
+    chosen = make_variant(Family.GLUON_SM90, **changes)
+    plain = make_variant(Family.GLUON_SM90, **{k: v for k, v in changes.items() if k not in ("exp2", "rescale")})
+
+    assert_tight(problem, chosen, gluon_plan.forward_plan(problem, chosen), set(), 0)
+
+    ptx, before = (assembly(problem, one, gluon_plan.forward_plan(problem, one)) for one in (chosen, plain))
+    consumers = chosen.structure.number("consumers")
+    # Two tiles of scores for each consumer, of 64 exponentials a thread, and one factor for each of two rows.
+    assert before.count("ex2.approx") == consumers * (2 * 64 + 2)
+    assert ptx.count("ex2.approx") == consumers * ((2 * 48 if "exp2" in changes else 2 * 64) + 2)
+    blocks = re.findall(r"vote\.sync\.any\.pred q, p, -1; @!q bra\.uni E;(.*?)E: }", ptx)
+    assert len(blocks) == (consumers if "rescale" in changes else 0)
+    for block in blocks:
+        assert block.count("mul.f32") == head_dim // 2
+        # Two rows of accumulators take turns, each with the factor that was voted on.
+        factors = re.findall(r"mul\.f32 (%\w+), \1, (%\w+);", block)
+        assert [factor for _, factor in factors] == [factors[0][1]] * 2 + [factors[2][1]] * 2 + [
+            factors[i // 2 % 2 * 2][1] for i in range(4, head_dim // 2)
+        ]
+
+
 def test_other_architectures_are_refused_before_anything_is_compiled() -> None:
     outcome = compile_variant(make_problem(), make_variant(Family.GLUON_SM90), CROSS_TARGETS["sm_100"])
 

@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from autoflash.device import CROSS_TARGETS, Device, DeviceKind
-from autoflash.problem import DType, Feature, Mask, Parallelism, Pass
+from autoflash.problem import Cell, DType, Feature, Mask, Parallelism, Pass
 from autoflash.space import catalog, cost
 from autoflash.variant import Choices, Family, Variant
 from tests.factories import make_cell
@@ -375,3 +375,45 @@ def test_a_forward_with_keys_outside_has_padded_heads() -> None:
     variant = space.variant({"loop_order": "key_outer", "head_dim_tiles": "split"})
 
     assert "head_dim_tiles" not in variant.structure
+
+
+def _softmax_choices(cell: Cell, device: Device) -> set[str]:
+    knobs = catalog.search_space(cell, device, Family.TRITON).knobs
+    return {knob.name for knob in knobs if knob.name in ("rescale", "exp2")}
+
+
+def test_the_softmax_has_choices_for_16_bits_and_short_heads_on_nvidia_gpus() -> None:
+    both = {"rescale", "exp2"}
+
+    assert _softmax_choices(make_cell(), _H200) == _softmax_choices(make_cell(), CROSS_TARGETS["sm_80"]) == both
+    assert _softmax_choices(make_cell(op=Pass.BACKWARD), _H200) == {"exp2"}
+    assert _softmax_choices(make_cell(), CROSS_TARGETS["gfx942"]) == set()
+    assert _softmax_choices(make_cell(dtype=DType.FP32), _H200) == set()
+    assert _softmax_choices(make_cell(head_dim=256), _H200) == set()
+
+
+@pytest.mark.parametrize("op", list(Pass))
+def test_choices_in_the_softmax_come_after_the_same_variant_without_them(op: Pass) -> None:
+    cell = make_cell(op=op, head_dim=128, mask=Mask.CAUSAL)
+    scores = catalog.search_space(cell, _H200, Family.TRITON).scores()
+
+    chosen = [variant for variant in scores if {"rescale", "exp2"} & set(variant.structure)]
+    without = [
+        dataclasses.replace(
+            variant,
+            structure=Choices({k: v for k, v in variant.structure.items() if k not in ("rescale", "exp2")}),
+        )
+        for variant in chosen
+    ]
+
+    assert len(scores) < (3 if op is Pass.FORWARD else 1.3) * len(set(scores) - set(chosen))
+    assert all(scores[plain] > scores[variant] for plain, variant in zip(without, chosen, strict=True))
+
+
+def test_only_a_softmax_that_its_own_product_follows_may_keep_its_maximum() -> None:
+    space = catalog.search_space(make_cell(), _H200, Family.TRITON)
+
+    conditional = [v.structure for v in space.variants() if "rescale" in v.structure]
+
+    assert {one["pv_order"] for one in conditional} == {"after_softmax"}
+    assert {one["loop_order"] for one in conditional} == {"query_outer"}

@@ -74,3 +74,12 @@ def test_spills_cost_rank() -> None:
     cell, variant = make_cell(head_dim=128), make_variant(Family.GLUON_SM90)
 
     assert hopper.score(variant, cell, Resources(spill_bytes=100)) < hopper.score(variant, cell, Resources())
+
+
+def test_the_softmax_has_choices_up_to_128_columns_and_keeps_its_maximum_where_exponentials_are_whole() -> None:
+    wide = search_space(make_cell(head_dim=256), H200, Family.GLUON_SM90).variants()
+    narrow = search_space(make_cell(head_dim=128), H200, Family.GLUON_SM90).variants()
+
+    assert not any({"rescale", "exp2"} & set(variant.structure) for variant in wide)
+    assert {variant.structure.get("exp2") for variant in narrow} == {None, "polynomial"}
+    assert {v.structure["exponentials"] for v in narrow if "rescale" in v.structure} == {"whole"}
