@@ -19,7 +19,7 @@ def test_a_sample_of_flash_attentions_tests_passes() -> None:
     pytest.importorskip("einops", reason="FlashAttention's tests import it")
 
     done = subprocess.run(
-        [sys.executable, "-m", "tests.flash_attention.suite", "--cases", "200", "--quiet"],
+        [sys.executable, "-m", "tests.flash_attention.suite", "--cases", "200", "--jobs", "4", "--quiet"],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
