@@ -77,7 +77,7 @@ def test_gradients_of_parameters_match_the_specification(number: int, name: str)
 
 
 @pytest.mark.parametrize("dtype", DType)
-@pytest.mark.parametrize("name", ["alibi", "keys", "relative", "documents"])
+@pytest.mark.parametrize("name", ["alibi", "head_offset", "keys", "relative", "documents"])
 def test_they_are_summed_over_many_tiles(name: str, dtype: DType) -> None:
     turn = list(DType).index(dtype) + list(EXPRESSIONS).index(name)
     problem = problem_of(EXPRESSIONS[name][0], dtype=dtype, mask=list(Mask)[turn % 2], seqlen_q=70, seqlen_k=130)
