@@ -7,15 +7,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autoflash.errors import ExpressionError
-from autoflash.expression.derivative import parameter_gradients, score_derivative
+from autoflash.expression.derivative import Gradient, parameter_gradients, score_derivative
 from autoflash.expression.expression import Expression, Role, of_line
 from autoflash.expression.nodes import Parameter
 from autoflash.expression.program import Function
+from autoflash.expression.sharing import Sharing, sharing_of
 from autoflash.expression.torch_text import to_torch
 from autoflash.expression.triton_text import to_triton
 from autoflash.problem import Feature, Form, Pass
 
 _Printer = Callable[[Role, Sequence[Function], Sequence[Parameter]], str]
+_Gradients = Callable[[int, Gradient], list[Function]]
 
 
 @functools.lru_cache(maxsize=256)
@@ -52,6 +54,43 @@ def differentiable(score_mod: str) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LookUp:
+    """A look-up of a parameter that a score_mod has a gradient by.
+
+    Attributes:
+        number: Among the look-ups of the score_mod.
+        place: Of the parameter, among those of both expressions.
+        rank: Of the parameter.
+        sharing: Which pairs read one element.
+    """
+
+    number: int
+    place: int
+    rank: int
+    sharing: Sharing
+
+
+@functools.lru_cache(maxsize=256)
+def look_ups_of(score_mod: str, mask_mod: str) -> tuple[LookUp, ...]:
+    """Every look-up that a score_mod has a gradient by, in the order of evaluation.
+
+    Args:
+        score_mod: A line.
+        mask_mod: A line, or empty for none.
+    """
+    places = [parameter.name for parameter in parameters_of(score_mod, mask_mod)]
+    return tuple(
+        LookUp(
+            number=number,
+            place=places.index(gradient.parameter.name),
+            rank=gradient.parameter.rank,
+            sharing=sharing_of(gradient),
+        )
+        for number, gradient in enumerate(parameter_gradients(expression_of(score_mod)))
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Expressions:
     """What templates ask about the expressions of a form.
 
@@ -66,29 +105,31 @@ class Expressions:
     @property
     def torch(self) -> str:
         """Functions of torch tensors; with gradients of parameters, also the table ``PARAMETER_GRADIENTS``."""
-        text = self._printed(to_torch)
+        text = self._printed(to_torch, _with_indices)
         if Feature.PARAMS_GRADIENT not in self.form.features:
             return text
-        places = [parameter.name for parameter in self.parameters]
-        gradients = parameter_gradients(expression_of(self.form.score_mod))
-        rows = [
-            f"    ({places.index(gradient.parameter.name)}, parameter_gradient_{number}),\n"
-            for number, gradient in enumerate(gradients)
-        ]
+        rows = [f"    ({each.place}, parameter_gradient_{each.number}),\n" for each in self.look_ups]
         return f"{text}\n\n\nPARAMETER_GRADIENTS = [\n{''.join(rows)}]"
 
     @property
     def triton(self) -> str:
         """Device functions."""
-        return self._printed(to_triton)
+        return self._printed(to_triton, _beside_indices)
 
-    def _printed(self, printer: _Printer) -> str:
-        functions = [(Role.SCORE_MOD, self._of_scores()), (Role.MASK_MOD, self._of_pairs())]
+    @property
+    def look_ups(self) -> tuple[LookUp, ...]:
+        """Those whose gradients the form gives."""
+        if Feature.PARAMS_GRADIENT not in self.form.features:
+            return ()
+        return look_ups_of(self.form.score_mod, self.form.mask_mod)
+
+    def _printed(self, printer: _Printer, gradients: _Gradients) -> str:
+        functions = [(Role.SCORE_MOD, self._of_scores(gradients)), (Role.MASK_MOD, self._of_pairs())]
         texts = [printer(role, each, self.parameters).rstrip("\n") for role, each in functions if each]
         # What both call is printed with each of them.
         return "\n\n\n".join(dict.fromkeys(block for text in texts for block in text.split("\n\n\n")))
 
-    def _of_scores(self) -> list[Function]:
+    def _of_scores(self, gradients: _Gradients) -> list[Function]:
         if not self.form.score_mod:
             return []
         expression = expression_of(self.form.score_mod)
@@ -103,14 +144,8 @@ class Expressions:
             )
         ]
         if Feature.PARAMS_GRADIENT in self.form.features:
-            functions += [
-                Function(
-                    name=f"parameter_gradient_{number}",
-                    docstring=f"Derivative of the modified score by an element of {gradient.parameter.name}; which.",
-                    results=(gradient.derivative, *gradient.indices),
-                )
-                for number, gradient in enumerate(parameter_gradients(expression))
-            ]
+            for number, gradient in enumerate(parameter_gradients(expression)):
+                functions += gradients(number, gradient)
         return functions
 
     def _of_pairs(self) -> list[Function]:
@@ -119,6 +154,33 @@ class Expressions:
         docstring = "Whether each key takes part."
         root = expression_of(self.form.mask_mod).root
         return [Function(name="mask_mod", docstring=docstring, results=(root,))]
+
+
+def _with_indices(number: int, gradient: Gradient) -> list[Function]:
+    """One function that gives a derivative, and which element it is by."""
+    return [
+        Function(
+            name=f"parameter_gradient_{number}",
+            docstring=f"Derivative of the modified score by an element of {gradient.parameter.name}; which.",
+            results=(gradient.derivative, *gradient.indices),
+        )
+    ]
+
+
+def _beside_indices(number: int, gradient: Gradient) -> list[Function]:
+    """A function that gives a derivative, and, if there are indices, one that says which element it is by."""
+    name = gradient.parameter.name
+    functions = [
+        Function(
+            name=f"parameter_gradient_{number}",
+            docstring=f"Derivative of the modified score by an element of {name}.",
+            results=(gradient.derivative,),
+        )
+    ]
+    if gradient.indices:
+        docstring = f"Which element of {name} that is."
+        functions.append(Function(name=f"parameter_index_{number}", docstring=docstring, results=gradient.indices))
+    return functions
 
 
 @functools.lru_cache(maxsize=256)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from autoflash.codegen.expressions import expression_of, parameters_of
 from autoflash.evaluate.inputs import Memory
-from autoflash.expression.nodes import Input, Kind, Parameter, Read, Variable, walk
+from autoflash.expression.nodes import Input, Kind, Node, Parameter, Read, Variable, walk
 from autoflash.problem import DType, Problem
 from autoflash.runtime.layouts import TORCH_TYPES
 
@@ -89,7 +90,8 @@ def draw_params(problem: Problem, *, device: str) -> tuple[Tensor, ...]:
 
     Floats lie between 0.5 and 1.5, where logarithms, roots and quotients mean something. A number that is an integer
     is the number of keys, which is what relative tables are shifted by. An axis is as long as the variable that indexes
-    it goes; others are shorter than what is looked up, so that some of that lies outside.
+    it goes; one whose index varies with both the query and the key reaches over three quarters of their differences,
+    and others are short, so that some of what is looked up lies outside.
     """
     generator = torch.Generator().manual_seed(problem.seqlen_q * 31 + problem.seqlen_k)
     parameters = parameters_of(problem.score_mod, problem.mask_mod)
@@ -117,8 +119,15 @@ def _shape_of(problem: Problem, parameter: Parameter) -> tuple[int, ...]:
     for line in filter(None, (problem.score_mod, problem.mask_mod)):
         for node in walk(expression_of(line).root):
             if isinstance(node, Read) and node.parameter == parameter:
-                return tuple(
-                    lengths[index.variable] if isinstance(index, Input) and index.variable in lengths else _TABLE
-                    for index in node.indices
-                )
+                return tuple(_length_of(index, lengths) for index in node.indices)
     raise AssertionError(f"nothing reads {parameter.name}")
+
+
+def _length_of(index: Node, lengths: Mapping[Variable, int]) -> int:
+    """Of an axis with this index."""
+    if isinstance(index, Input):
+        return lengths[index.variable]
+    read = {node.variable for node in walk(index) if isinstance(node, Input)}
+    if read >= {Variable.Q_IDX, Variable.KV_IDX}:
+        return max(_TABLE, lengths[Variable.KV_IDX] + lengths[Variable.Q_IDX] // 2)
+    return _TABLE

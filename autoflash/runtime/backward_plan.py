@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoflash.problem import Problem
-from autoflash.runtime import backward_features
+from autoflash.runtime import backward_features, param_gradients
 from autoflash.runtime.launch import Constant, KernelPlan, Layout, Number, NumberArgument, TensorArgument
 from autoflash.runtime.layouts import (
     ALIGNMENT_BYTES,
@@ -22,8 +22,8 @@ from autoflash.variant import Choices, Variant
 
 _PLAIN_TENSORS = ("q", "k", "v", "out", "lse", "dout", "dlse", "log2_sum", "delta", "acc", "dq", "dk", "dv")
 TENSORS = (*_PLAIN_TENSORS, "mask", "bias", "slopes", "rng", "cu_q", "cu_k", "dbias", "dslopes")
-"""Every tensor of a backward call but the parameters of expressions, which come before ``dbias``; a step names those
-that it takes by their position among them all."""
+"""Every tensor of a backward call but the parameters of expressions, which come before ``dbias``, and what the kernels
+of their gradients write, which comes last; a step names those that it takes by their position among them all."""
 
 _GIVEN = TENSORS.index("dbias")
 
@@ -35,6 +35,8 @@ _STREAM_WARPS = 4
 _TERM_BYTES = 16 * 1024
 _TERM_ROWS = 64
 _TERM_WARPS = 4
+
+_NO_CONSTANTS: Mapping[str, Constant] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,7 @@ def backward_steps(
     *,
     has_dlse: bool,
 ) -> tuple[Step, ...]:
-    """The kernels of a backward call in launch order.
+    """The kernels of a backward call in launch order; those of the look-ups of parameters come last.
 
     Args:
         problem: With at least one query and one key.
@@ -99,6 +101,7 @@ def backward_steps(
     first = planner.preprocess(has_dlse)
     terms = [planner.bias()] if problem.bias_gradient else []
     terms += [planner.slopes()] if problem.alibi_gradient else []
+    terms += [planner.look_up(number) for number in range(len(param_gradients.look_ups(problem)))]
     loop_order = variant.structure.text("loop_order")
     if loop_order == "split":
         return first, planner.keys(), planner.queries(), *terms
@@ -121,6 +124,12 @@ def slopes_sums_shape(problem: Problem, variant: Variant) -> tuple[int, int, int
     return problem.batch, problem.heads, tiles
 
 
+def param_sums_shapes(problem: Problem, variant: Variant) -> tuple[tuple[int, ...], ...]:
+    """Of the float32 sums that the kernel of each look-up of a parameter leaves; empty where it leaves none."""
+    rows = _term_rows(problem, variant)
+    return tuple(param_gradients.sums_shape(problem, one, rows) for one in param_gradients.look_ups(problem))
+
+
 def _row_knobs(variant: Variant) -> tuple[str, ...]:
     return ("BLOCK_M",) if variant.structure.text("loop_order") == "key_outer" else ("BLOCK_M", "BLOCK_M2")
 
@@ -136,7 +145,8 @@ def _stream_rows(problem: Problem) -> int:
 
 def _padding(problem: Problem, variant: Variant) -> int:
     """Rows of the largest tile of queries of any kernel; all are powers of two."""
-    terms = [_term_rows(problem, variant)] if problem.bias_gradient or problem.alibi_gradient else []
+    has_terms = problem.bias_gradient or problem.alibi_gradient or problem.params_gradient
+    terms = [_term_rows(problem, variant)] if has_terms else []
     return max(_stream_rows(problem), *terms, *(variant.config.number(name) for name in _row_knobs(variant)))
 
 
@@ -177,7 +187,9 @@ class _Planner:
         padding = _padding(problem, variant)
         self._features = backward_features.feature_arguments(problem, scale, operands, padding)
         params = backward_features.placed_params(operands.values())
-        self._names = (*TENSORS[:_GIVEN], *(param.name for param in params), *TENSORS[_GIVEN:])
+        self._look_ups = param_gradients.look_ups(problem)
+        written = [f"{name}_{one.number}" for one in self._look_ups for name in param_gradients.tensor_names(one)]
+        self._names = (*TENSORS[:_GIVEN], *(param.name for param in params), *TENSORS[_GIVEN:], *written)
         self._packing = backward_features.packed_arguments(problem, padding)
         fills = not problem.is_varlen
         even_m = fills and all(problem.seqlen_q % self._config.number(name) == 0 for name in _row_knobs(variant))
@@ -307,39 +319,51 @@ class _Planner:
         else:
             programs = problem.batch * problem.heads * (tiles_n if owns_columns else tiles_m)
         repeats_h = problem.heads // shape[1]
-        return self._step(
+        return self._term_step(
             "backward_bias",
+            [_Use(tensor="dbias", parameter="dbias_ptr")],
+            programs,
             [
-                *self._inputs(rows, rows),
-                *self._row_inputs(),
-                _Use(tensor="dbias", parameter="dbias_ptr"),
-                *self._feature_inputs(),
-            ],
-            [
-                *self._shared_numbers,
                 (NumberArgument(name="bias_heads"), shape[1]),
                 (NumberArgument(name="repeats"), problem.batch // shape[0] * repeats_h),
                 (NumberArgument(name="repeats_h"), repeats_h),
             ],
-            self._shared_constants | self._term_tile() | {"OWN_ROWS": owns_rows, "OWN_COLUMNS": owns_columns},
-            programs,
-            _TERM_WARPS,
-            1,
+            {"OWN_ROWS": owns_rows, "OWN_COLUMNS": owns_columns},
         )
 
     def slopes(self) -> Step:
         """Shares of the gradient of the slopes of ALiBi."""
-        return self._step(
-            "backward_slopes",
+        written = [_Use(tensor="dslopes", parameter="dslopes_ptr")]
+        return self._term_step("backward_slopes", written, math.prod(self._slopes_sums))
+
+    def look_up(self, number: int) -> Step:
+        """Sums of the gradient of a parameter, or what is added to it."""
+        look_up = self._look_ups[number]
+        return self._term_step(
+            f"backward_parameter_{number}",
             [
-                *self._inputs(self._term_rows, self._term_rows),
-                *self._row_inputs(),
-                _Use(tensor="dslopes", parameter="dslopes_ptr"),
-                *self._feature_inputs(),
+                _Use(tensor=f"{name}_{number}", parameter=f"{name}_ptr")
+                for name in param_gradients.tensor_names(look_up)
             ],
-            self._shared_numbers,
-            self._shared_constants | self._term_tile(),
-            math.prod(self._slopes_sums),
+            param_gradients.programs(self._problem, look_up, self._term_rows),
+        )
+
+    def _term_step(
+        self,
+        function: str,
+        written: Sequence[_Use],
+        programs: int,
+        numbers: Sequence[tuple[NumberArgument, Number]] = (),
+        constants: Mapping[str, Constant] = _NO_CONSTANTS,
+    ) -> Step:
+        """A kernel of the gradient of a term."""
+        rows = self._term_rows
+        return self._step(
+            function,
+            [*self._inputs(rows, rows), *self._row_inputs(), *written, *self._feature_inputs()],
+            [*self._shared_numbers, *numbers],
+            self._shared_constants | self._term_tile() | dict(constants),
+            programs,
             _TERM_WARPS,
             1,
         )
@@ -413,7 +437,8 @@ class _Planner:
             if operand is None:
                 # LSE and its gradient may come from anywhere, the workspaces from torch's allocator.
                 aligned = use.tensor not in ("lse", "dlse")
-                tensors.append(TensorArgument(name=use.parameter, dtype="fp32", aligned=aligned))
+                dtype = "i64" if use.parameter == "places_ptr" else "fp32"
+                tensors.append(TensorArgument(name=use.parameter, dtype=dtype, aligned=aligned))
                 layouts.append(None)
                 continue
             dtype = self._problem.dtype.value

@@ -11,14 +11,23 @@ from torch import Tensor
 
 from autoflash.device import Device
 from autoflash.errors import NoKernelError
+from autoflash.expression.sharing import scattered_parameters
 from autoflash.problem import Form, Problem
 from autoflash.runtime import launch
 from autoflash.runtime.backward_features import in_order, knows_layouts, mask_operands, usual_masks
-from autoflash.runtime.backward_plan import Step, backward_steps, bias_sums_shape, padded_rows, slopes_sums_shape
+from autoflash.runtime.backward_plan import (
+    Step,
+    backward_steps,
+    bias_sums_shape,
+    padded_rows,
+    param_sums_shapes,
+    slopes_sums_shape,
+)
 from autoflash.runtime.compiled import CompiledExecutable
 from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS, BackwardCall, Extras, TermGradients
 from autoflash.runtime.launch import KernelPlan, Launch
 from autoflash.runtime.layouts import ALIGNMENT_BYTES, TORCH_TYPES, Operand, strides_in_order_of, why_not_structure
+from autoflash.runtime.param_gradients import ParamSums, look_ups
 from autoflash.runtime.params import has_params
 from autoflash.runtime.term_gradients import bias_gradient_of_sums, sinks_gradient_of_rows, slopes_gradient_of_sums
 from autoflash.runtime.trivial import empty_backward
@@ -104,10 +113,16 @@ class TritonBackward(CompiledExecutable):
         """Of the shares of the gradient of the slopes of ALiBi."""
         return slopes_sums_shape(problem, self._variant)
 
+    def param_sums_shapes(self, problem: Problem) -> tuple[tuple[int, ...], ...]:
+        """Of the sums of the gradients of parameters, one for each look-up."""
+        return param_sums_shapes(problem, self._variant)
+
     def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
         """The precondition that these tensors (q, k, v, dout) miss; None if it can run them."""
         if problem.deterministic and self._is_key_outer:
             return "loop_order=key_outer adds to dq in any order: it is not deterministic"
+        if problem.deterministic and problem.params_gradient and (scattered := scattered_parameters(problem.score_mod)):
+            return f"the gradient of {scattered[0]} is added up in any order: it is not deterministic"
         if (reason := why_not_structure(problem, self._variant.structure)) is not None:
             return reason
         if problem.is_empty:
@@ -208,6 +223,9 @@ class _Call:
         self._has_mask = any(name in operands for name in ("mask", "bias", "slopes")) or has_params(problem)
         self._slopes_sums = executable.slopes_sums_shape(problem) if problem.alibi_gradient else ()
         self._bias_sums = bias_sums_shape(problem, operands["bias"].shape) if problem.bias_gradient else None
+        self._look_ups = look_ups(problem)
+        self._param_sums = executable.param_sums_shapes(problem)
+        self._has_term_kernels = problem.bias_gradient or problem.alibi_gradient or bool(self._look_ups)
         self._has_features = bool(problem.features)
         self._uses_descriptors = executable.uses_descriptors
         self._dtype = TORCH_TYPES[problem.dtype]
@@ -284,22 +302,23 @@ class _Call:
         shares: Tensor | None = None
         if self._problem.bias_gradient and terms.bias is None:
             terms = terms._replace(bias=TermGradients.unwritten(extras, ("bias",)).bias)
-        if self._problem.bias_gradient or self._problem.alibi_gradient:
+        params: ParamSums | None = None
+        if self._look_ups or terms.params:
+            params = ParamSums(self._look_ups, self._param_sums, terms.params)
+        if self._has_term_kernels:
             if self._bias_sums is not None:
                 sums = torch.empty(self._bias_sums, dtype=torch.float32, device=q.device)
             if self._problem.alibi_gradient:
                 shares = torch.empty(self._slopes_sums, dtype=torch.float32, device=q.device)
-            tensors += (terms.bias if sums is None else sums, shares)
-        for run, choose in launches:
+            tensors += (terms.bias if sums is None else sums, shares, *(params.tensors if params else ()))
+        for run, choose in launches if params is None else params.wanted(launches):
             run(*choose(tensors))
         if sums is not None and terms.bias is not None:
             bias_gradient_of_sums(sums, terms.bias)
         if shares is not None and terms.alibi_slopes is not None:
             slopes_gradient_of_sums(shares, terms.alibi_slopes)
-        for gradient in terms.params:
-            # What has a gradient is not given to these kernels.
-            if gradient is not None:
-                gradient.zero_()
+        if params is not None:
+            params.add_up()
         if terms.sinks is not None and extras.sinks is not None:
             sinks_gradient_of_rows(extras.sinks, log2_sum, delta, self._problem.tensor_batch, terms.sinks)
         return dq, dk, dv

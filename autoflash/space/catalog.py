@@ -139,7 +139,7 @@ def families(op: Pass, device: Device, features: tuple[Feature, ...] = ()) -> tu
         return (Family.TORCH_TILED,)
     if device.arch == "sm_90" and not features:
         return (Family.GLUON_SM90, Family.TRITON, Family.TORCH_TILED)
-    return (Family.TORCH_TILED,) if constraint.is_left_to_torch(features) else (Family.TRITON, Family.TORCH_TILED)
+    return (Family.TRITON, Family.TORCH_TILED)
 
 
 def search_space(cell: Cell, device: Device, family: Family) -> SearchSpace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoflash.device import Device, DeviceKind
+from autoflash.expression.sharing import scattered_parameters
 from autoflash.problem import Cell, DType, Feature, Pass, features_text
 from autoflash.space import cost, hopper
 from autoflash.variant import Family, Variant
@@ -25,13 +26,6 @@ def why_not(variant: Variant, cell: Cell, device: Device) -> str | None:
     return None
 
 
-def is_left_to_torch(features: tuple[Feature, ...]) -> bool:
-    """Whether only tiled torch does it: gradients of an expression's parameters, and those of terms beside one."""
-    asked = set(features)
-    of_terms = asked & {Feature.ALIBI_GRADIENT, Feature.BIAS_GRADIENT}
-    return Feature.PARAMS_GRADIENT in asked or bool(of_terms and asked & {Feature.SCORE_MOD, Feature.MASK_MOD})
-
-
 def why_unable(variant: Variant, cell: Cell) -> str | None:
     """Why a variant's templates do not do what a cell asks for beyond plain attention; None where they do."""
     if not cell.features:
@@ -43,10 +37,11 @@ def why_unable(variant: Variant, cell: Cell) -> str | None:
         return None
     if cell.op is Pass.FORWARD and variant.structure.get("loop_order") == "key_outer":
         return f"the forward with keys outside does plain attention, not {asked}"
-    if is_left_to_torch(cell.features):
-        return f"triton kernels do not do {asked} together"
     if Feature.VARLEN in cell.features and variant.structure.get("loads") == "tma":
         return "a tensor descriptor knows no ends of packed sequences"
+    if cell.deterministic and Feature.PARAMS_GRADIENT in cell.features:
+        scattered = scattered_parameters(cell.score_mod)
+        return f"atomic additions to the gradient of {scattered[0]} are not deterministic" if scattered else None
     return None
 
 

@@ -31,12 +31,18 @@ COMBINATIONS = tuple(
         "score_mod,bool_mask,mask_mod,sinks",
         "score_mod,alibi,bias,float_mask,mask_mod",
         "score_mod,params_gradient",
+        "score_mod,alibi,bias,mask_mod,params_gradient,alibi_gradient,bias_gradient",
     )
 )
 """Features that are asked for together: each alone, and as many as go together."""
 
 
 SCORE_MOD = "score_mod(n: int 0, t: float 2) = tanh(score) + t[h, q_idx - kv_idx + n]"
+LOOK_UPS = (
+    "score_mod(c: float 0, f: float 2, t: float 2) = "
+    "tanh(score) * c + t[b, kv_idx] * t[h, q_idx] + f[h, q_idx - kv_idx] + t[q_idx, kv_idx]"
+)
+"""Elements that pairs share in every way."""
 MASK_MOD = "mask_mod(doc: int 2) = doc[b, kv_idx] == doc[b, q_idx]"
 
 
@@ -111,3 +117,8 @@ def cases() -> Iterator[tuple[Form, Family, Choices]]:
                 form = form_of(op, mask, features)
                 for structure in spread(structures(family, form)) + spread(split_structures(family, form)):
                     yield form, family, structure
+    features = (Feature.SCORE_MOD, Feature.PARAMS_GRADIENT)
+    form = Form(op=Pass.BACKWARD, mask=Mask.CAUSAL, features=features, score_mod=LOOK_UPS)
+    for family in (Family.TRITON, Family.TORCH_TILED):
+        for structure in spread(structures(family, form)) + spread(split_structures(family, form)):
+            yield form, family, structure

@@ -19,7 +19,7 @@ from autoflash.runtime.load import load
 from autoflash.runtime.triton_backward import backward_plans
 from autoflash.trial import Resources, Status
 from autoflash.variant import Variant
-from tests.codegen.structures import MASK_MOD, SCORE_MOD
+from tests.codegen.structures import LOOK_UPS, MASK_MOD, SCORE_MOD
 from tests.compile.assembler import assembler_says
 from tests.factories import make_device
 from tests.gradients import backward_problem, make_variant
@@ -203,6 +203,7 @@ FEATURES: dict[str, dict[str, object]] = {
     "alibi_gradient": {"alibi_gradient": True},
     "score_mod": {"score_mod": SCORE_MOD},
     "mask_mod": {"mask_mod": MASK_MOD},
+    "params_gradient": {"score_mod": LOOK_UPS, "params_gradient": True},
 }
 
 
@@ -213,6 +214,11 @@ FEATURES: dict[str, dict[str, object]] = {
         ("sm_80", "split", "pointer", "score_mod mask_mod"),
         ("sm_90", "fused", "tma", "softcap score_mod float_mask"),
         ("gfx942", "key_outer", "pointer", "score_mod mask_mod window"),
+        ("sm_80", "split", "pointer", "score_mod params_gradient"),
+        ("sm_90", "fused", "tma", "score_mod params_gradient bool_mask window"),
+        ("sm_90", "split", "pointer", "score_mod params_gradient"),
+        ("gfx942", "key_outer", "pointer", "score_mod params_gradient dropout"),
+        ("sm_90", "split", "pointer", "score_mod alibi bias mask_mod alibi_gradient bias_gradient"),
         ("sm_80", "key_outer", "pointer", "bool_mask"),
         ("sm_80", "fused", "pointer", "varlen softcap window dropout"),
         ("sm_90", "fused", "tma", "softcap float_mask window dropout"),
@@ -245,6 +251,7 @@ def test_kernels_with_features_compile_and_fit(arch: str, loop_order: str, loads
         ("sm_90", "fused", "tma", "softcap float_mask window dropout"),
         ("gfx942", "split", "pointer", "softcap bool_mask window"),
         ("sm_90", "split", "tma", "bias bias_gradient"),
+        ("sm_90", "split", "tma", "score_mod params_gradient"),
     ],
 )
 def test_vectors_in_two_tiles_compile_with_features(arch: str, loop_order: str, loads: str, features: str) -> None:

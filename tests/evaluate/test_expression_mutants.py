@@ -19,6 +19,7 @@ from tests.factories import make_problem
 
 SCORE_MOD = "score_mod(n: int 0, t: float 2) = score * 1.5 + t[h, q_idx - kv_idx + n]"
 MASK_MOD = "mask_mod(doc: int 2) = doc[b, kv_idx] == doc[b, q_idx]"
+PARAMS = {"score_mod": SCORE_MOD, "params_gradient": True}
 DTYPES = (DType.FP32, DType.BF16)
 VARIANT = Variant(
     family=Family.TORCH_TILED,
@@ -53,6 +54,12 @@ class Kernel(TorchTiled):
         if self.fault == "slope ignored":
             honest = made["modify_with_slope"]
             made["modify_with_slope"] = lambda *a: (honest(*a)[0], torch.ones_like(a[0]))
+        if self.fault == "tile of a parameter's gradient skipped":
+            adding = made["add_parameter_gradients"]
+            made["add_parameter_gradients"] = lambda *a: None if int(a[3][2].flatten()[0]) else adding(*a)
+        if self.fault == "parameter gradient behind the score's derivative":
+            added = made["add_parameter_gradients"]
+            made["add_parameter_gradients"] = lambda dparams, ds, *rest: added(dparams, ds * 1.5, *rest)
         return changed
 
     def prepare_backward(self, *arguments: Any, **named: Any) -> Any:
@@ -62,6 +69,8 @@ class Kernel(TorchTiled):
             made = call(*given, extras=extras, terms=terms, **rest)
             for gradient in terms.present.values():
                 gradient *= 1.01 if self.fault == "parameter gradient x 1.01" else 1.0
+                if self.fault == "parameter gradient one place on":
+                    gradient.copy_(gradient.roll(1, -1))
             return made
 
         return run
@@ -85,7 +94,10 @@ def test_an_honest_kernel_passes(op: Pass, dtype: DType) -> None:
         ("mask_mod ignored", Pass.FORWARD, {"mask_mod": MASK_MOD}),
         ("mask_mod ignored", Pass.BACKWARD, {"mask_mod": MASK_MOD}),
         ("slope ignored", Pass.BACKWARD, {"score_mod": SCORE_MOD}),
-        ("parameter gradient x 1.01", Pass.BACKWARD, {"score_mod": SCORE_MOD, "params_gradient": True}),
+        ("parameter gradient x 1.01", Pass.BACKWARD, PARAMS),
+        ("parameter gradient one place on", Pass.BACKWARD, PARAMS),
+        ("parameter gradient behind the score's derivative", Pass.BACKWARD, PARAMS),
+        ("tile of a parameter's gradient skipped", Pass.BACKWARD, PARAMS),
     ],
 )
 def test_a_wrong_kernel_is_rejected(fault: str, op: Pass, fields: dict[str, Any], dtype: DType) -> None:

@@ -20,6 +20,7 @@ from autoflash.runtime.probe import probe
 from autoflash.space import catalog
 from autoflash.trial import Level
 from autoflash.variant import Family
+from tests.codegen.structures import LOOK_UPS
 from tests.factories import make_problem
 
 pytestmark = [
@@ -41,6 +42,20 @@ FEATURES: dict[str, dict[str, Any]] = {
     "alibi-varlen": {"alibi": True, "alibi_gradient": True, "packed_q": 1024, "packed_k": 1024},
     "score-mod": {"score_mod": "score_mod(n: int 0, t: float 2) = score + t[h, q_idx - kv_idx + n]"},
     "mask-mod": {"mask_mod": "mask_mod(doc: int 2) = doc[b, kv_idx] == doc[b, q_idx]", "mask": Mask.CAUSAL},
+    "relative": {
+        "score_mod": "score_mod(n: int 0, t: float 2) = tanh(score) + t[h, q_idx - kv_idx + n]",
+        "params_gradient": True,
+    },
+    "look-ups": {"score_mod": LOOK_UPS, "params_gradient": True, "mask": Mask.CAUSAL},
+    "beside": {
+        "score_mod": "score_mod(s: float 1) = score * s[h]",
+        "params_gradient": True,
+        "bias": True,
+        "bias_gradient": True,
+        "alibi": True,
+        "alibi_gradient": True,
+        "dropout_p": 0.2,
+    },
     "sinks-varlen": {"sinks": True, "packed_q": 1024, "packed_k": 1024},
     "dense-all": {
         "window_left": 100,
@@ -172,11 +187,46 @@ def test_case_a06_each_replay_of_a_graph_drops_anew_and_its_backward_agrees() ->
     assert torch.equal(captured[0], first[0])
 
 
-@pytest.mark.parametrize("name", ["window", "bool-keys", "softcap", "sinks", "alibi", "bias-keys", "dropout", "varlen"])
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("score * (1 + x[h])", (4,)),
+        ("score + x[b, q_idx]", (2, 512)),
+        ("score * exp(x[h, kv_idx])", (4, 512)),
+        ("score + x[h, q_idx - kv_idx + 512]", (4, 1024)),
+    ],
+)
+def test_gradients_of_parameters_have_the_same_bits_100_times_and_make_nobody_wait(
+    text: str, shape: tuple[int, ...]
+) -> None:
+    q, k, v = tensors(2, 4, 512, 64, grad=True)
+    x = torch.randn(shape, device="cuda", requires_grad=True)
+
+    def step() -> Tensor:
+        out = attend(q, k, v, score_mod=text, score_params={"x": x}, deterministic=True)
+        return torch.autograd.grad(out, x, torch.ones_like(out))[0]
+
+    how: dict[str, Any] = {"score_mod": text, "score_params": {"x": x}, "deterministic": True, "vendor": "never"}
+    assert autoflash.explain(q, k, v, **how).passes[1].variant.family is Family.TRITON
+    first = step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        again = [step() for _ in range(100)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+    assert float(first.abs().max()) > 0.0
+    assert all(torch.equal(first, other) for other in again)
+
+
+@pytest.mark.parametrize(
+    "name", ["window", "bool-keys", "softcap", "sinks", "alibi", "bias-keys", "relative", "dropout", "varlen"]
+)
 def test_memory_beside_outputs_is_linear_in_the_sequence(name: str) -> None:
     def peak(s: int) -> int:
         q, k, v = tensors(1, 4, s, 64, grad=True)
         dout = torch.randn(1, 4, s, 64, device="cuda", dtype=torch.bfloat16)
+        x = torch.zeros(4, 2 * s, device="cuda", requires_grad=True)
         how: dict[str, Any] = {
             "window": {"window": (100, 100)},
             "bool-keys": {"mask": torch.rand(1, 1, 1, s, device="cuda") < 0.5},
@@ -184,6 +234,7 @@ def test_memory_beside_outputs_is_linear_in_the_sequence(name: str) -> None:
             "sinks": {"sinks": torch.zeros(4, device="cuda", requires_grad=True)},
             "alibi": {"alibi_slopes": torch.rand(4, device="cuda", requires_grad=True)},
             "bias-keys": {"bias": torch.randn(1, 4, 1, s, device="cuda", requires_grad=True)},
+            "relative": {"score_mod": "score + x[h, q_idx - kv_idx + n]", "score_params": {"x": x, "n": s}},
             "dropout": {"dropout_p": 0.1},
         }.get(name, {})
         cu = torch.tensor([0, s // 3, s], device="cuda", dtype=torch.int32)
@@ -195,6 +246,7 @@ def test_memory_beside_outputs_is_linear_in_the_sequence(name: str) -> None:
             else:
                 out = attend(q, k, v, **how)
             terms = [how[term] for term in ("sinks", "alibi_slopes", "bias") if term in how]
+            terms += [x] if name == "relative" else []
             torch.autograd.grad(out, (q, k, v, *terms), dout)
 
         step()

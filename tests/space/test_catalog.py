@@ -275,6 +275,24 @@ def test_features_leave_out_the_families_that_do_plain_attention_alone() -> None
     assert "plain attention, not softcap" in (hopper.why_no_default() or "")
 
 
+@pytest.mark.parametrize(("index", "is_able"), [("h, q_idx - kv_idx", True), ("q_idx, kv_idx", False)])
+def test_triton_gives_deterministic_gradients_of_parameters_where_it_can_walk_along_what_shares_them(
+    index: str, is_able: bool
+) -> None:
+    cell = make_cell(
+        op=Pass.BACKWARD,
+        head_dim=64,
+        features=(Feature.SCORE_MOD, Feature.PARAMS_GRADIENT),
+        score_mod=f"score_mod(t: float 2) = score + t[{index}]",
+    )
+    at_any_rate = catalog.search_space(cell, _H200, Family.TRITON)
+    space = catalog.search_space(dataclasses.replace(cell, deterministic=True), _H200, Family.TRITON)
+
+    assert at_any_rate.why_no_default() is None
+    reason = space.why_no_default()
+    assert reason is None if is_able else reason == "atomic additions to the gradient of t are not deterministic"
+
+
 @pytest.mark.parametrize("features", _FEATURES, ids=str)
 def test_features_have_no_forward_with_keys_outside(features: tuple[Feature, ...]) -> None:
     space = catalog.search_space(make_cell(head_dim=128, features=features), _H200, Family.TRITON)
