@@ -131,6 +131,7 @@ class Case:
         parts += [f"window {problem.window_left},{problem.window_right}"] if problem.has_window else []
         parts += [f"softcap {problem.softcap:g}"] if problem.softcap else []
         parts += [line for line in (problem.score_mod, problem.mask_mod) if line]
+        parts += [f"blocks of {problem.block_size}"] if problem.block_size else []
         parts += [str(form) for form in (self.mask, self.bias) if form is not None]
         parts += ["slopes of each batch entry"] if self.own_slopes else []
         parts += [f"dropout {problem.dropout_p:g}"] if problem.dropout_p else []
@@ -289,7 +290,7 @@ def _irregular(problem: Problem) -> Case:
         lengths = ((0, 33), (113, 203), (1, 0), (64, 64), (5, 9), (0, 0))
         return _packed(problem, lengths, tail=(9, 4), with_dlse=True)
     # A mask may be another one for each batch entry, and so may what an expression says; a bias the same.
-    differs = problem.mask_tensor is not MaskTensor.NONE or problem.bias or problem.alibi
+    differs = problem.mask_tensor is not MaskTensor.NONE or problem.bias or problem.alibi or problem.block_size
     batch = 2 if differs or problem.score_mod or problem.mask_mod else 1
     return _case(problem, 113, 203, batch=batch, with_dlse=True)
 

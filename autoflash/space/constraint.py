@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoflash.device import Device, DeviceKind
-from autoflash.problem import Cell, DType, Feature, Pass, features_text
+from autoflash.problem import LEAST_BLOCK, Cell, DType, Feature, Pass, features_text
 from autoflash.space import cost, hopper
 from autoflash.variant import Family, Variant
 
@@ -26,10 +26,14 @@ def why_not(variant: Variant, cell: Cell, device: Device) -> str | None:
 
 
 def is_left_to_torch(features: tuple[Feature, ...]) -> bool:
-    """Whether only tiled torch does it: gradients of an expression's parameters, and those of terms beside one."""
+    """Whether only tiled torch does it: gradients of an expression's parameters, and those of terms beside one.
+
+    Nor do kernels give gradients of terms beside a block mask.
+    """
     asked = set(features)
     of_terms = asked & {Feature.ALIBI_GRADIENT, Feature.BIAS_GRADIENT}
-    return Feature.PARAMS_GRADIENT in asked or bool(of_terms and asked & {Feature.SCORE_MOD, Feature.MASK_MOD})
+    beside = {Feature.SCORE_MOD, Feature.MASK_MOD, Feature.BLOCK_MASK}
+    return Feature.PARAMS_GRADIENT in asked or bool(of_terms and asked & beside)
 
 
 def why_unable(variant: Variant, cell: Cell) -> str | None:
@@ -47,6 +51,18 @@ def why_unable(variant: Variant, cell: Cell) -> str | None:
         return f"triton kernels do not do {asked} together"
     if Feature.VARLEN in cell.features and variant.structure.get("loads") == "tma":
         return "a tensor descriptor knows no ends of packed sequences"
+    if Feature.BLOCK_MASK in cell.features:
+        return _block_lists(variant)
+    return None
+
+
+def _block_lists(variant: Variant) -> str | None:
+    """Why a variant does not walk over the blocks of a block mask; None where it does."""
+    if variant.structure.get("pv_order") == "under_next_softmax":
+        return "a forward that works ahead does not walk over the lists of a block mask"
+    for name, number in variant.config.items():
+        if name.startswith("BLOCK_") and isinstance(number, int) and LEAST_BLOCK % number:
+            return f"{name}={number} does not divide the blocks of a block mask, which are {LEAST_BLOCK} or more"
     return None
 
 
