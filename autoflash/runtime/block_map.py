@@ -13,9 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from autoflash.codegen.render import render
 from autoflash.problem import Feature, Form, Mask, Pass
-from autoflash.runtime.load import load
 from autoflash.variant import Choices, Family
 
 # Pairs that an expression is evaluated for at once.
@@ -86,6 +84,10 @@ def pairs_seen(mask_mod: str, params: tuple[Tensor, ...], shape: tuple[int, ...]
         start: First of the queries.
         device: Where.
     """
+    # Templates are rendered only where an expression is asked: importing the package loads no Jinja.
+    from autoflash.codegen.render import render
+    from autoflash.runtime.load import load
+
     form = Form(op=Pass.FORWARD, mask=Mask.FULL, features=(Feature.MASK_MOD,), mask_mod=mask_mod)
     module = load(render(form, Family.TORCH_TILED, Choices(loop_order="query_outer")))
     batch, heads, rows, keys = shape
@@ -124,7 +126,7 @@ def blocks_of_mask(
         for found, value in ((shown, False), (whole, True)):
             # Pairs that do not exist decide nothing.
             tiles = torch.nn.functional.pad(seen, missing, value=value)
-            tiles = tiles.view(batch, heads, -1, block_size, across, block_size)
+            tiles = tiles.view(batch, heads, blocks_in(rows, block_size), block_size, across, block_size)
             found.append(tiles.all(dim=5).all(dim=3) if value else tiles.any(dim=5).any(dim=3))
     empty = torch.zeros((batch, heads, 0, across), dtype=torch.bool, device=device)
     return torch.cat([empty, *shown], dim=2), torch.cat([empty, *whole], dim=2)
