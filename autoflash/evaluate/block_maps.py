@@ -39,10 +39,14 @@ def timed_blocks(problem: Problem, params: tuple[Tensor, ...], share: float, gen
 
     Beside a mask_mod, what that hides as a whole is hidden too.
     """
-    rows, columns = _counts(problem)
-    order = torch.rand((1, 1, rows, columns), generator=generator, device=generator.device).argsort(dim=-1)
-    shown = order < max(1, round(share * columns))
-    return _with_mask_mod(problem, params, shown)
+    order = torch.rand((1, 1, *_counts(problem)), generator=generator, device=generator.device).argsort(dim=-1)
+    return _with_mask_mod(problem, params, order < shown_of_a_row(problem, share)[0])
+
+
+def shown_of_a_row(problem: Problem, share: float) -> tuple[int, int]:
+    """How many blocks a block of queries sees of a map of :func:`timed_blocks`, and of how many."""
+    blocks = _counts(problem)[1]
+    return max(1, round(share * blocks)), blocks
 
 
 def _counts(problem: Problem) -> tuple[int, int]:
