@@ -16,8 +16,9 @@ _HIDDEN_SHARE = 0.3
 def draw_blocks(problem: Problem, params: tuple[Tensor, ...], *, flat: bool, device: str) -> BlockLists:
     """The same map on every device, of a problem with a block mask: rows that see nothing, lists of every length.
 
-    A part of the blocks is hidden at random, in every second head also all blocks of some queries and of some keys.
-    Beside a mask_mod, so is what it hides as a whole. At odd lengths, all heads or all batch entries share a map.
+    A part of the blocks is hidden at random, in every second head also all blocks of some queries and of some keys;
+    beside a mask_mod, so is what it hides as a whole. The first queries of the last head always see the last keys. At
+    odd lengths, all heads or all batch entries share a map.
 
     Args:
         problem: Gives the sizes, and the mask_mod.
@@ -31,6 +32,8 @@ def draw_blocks(problem: Problem, params: tuple[Tensor, ...], *, flat: bool, dev
     shown = torch.rand((batch, heads, *_counts(problem)), generator=generator) >= _HIDDEN_SHARE
     shown[:, ::2, 1::3] = False
     shown[:, ::2, :, 2::3] = False
+    # However few blocks there are, not all are hidden.
+    shown[:, -1:, :1, -1:] = True
     return _with_mask_mod(problem, params, (shown | flat).to(device))
 
 

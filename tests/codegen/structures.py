@@ -32,7 +32,7 @@ COMBINATIONS = tuple(
         "score_mod,alibi,bias,float_mask,mask_mod",
         "score_mod,params_gradient",
         "mask_mod,block_mask",
-        "softcap,score_mod,float_mask,mask_mod,block_mask,window,dropout",
+        "softcap,score_mod,bool_mask,mask_mod,block_mask,window,dropout",
         "bias,bool_mask,block_mask,sinks",
     )
 )
