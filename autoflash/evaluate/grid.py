@@ -23,8 +23,8 @@ _LONG_SEQLEN = 4099
 # Tiles of 128 queries for each multiprocessor.
 _CROWD = 6
 
-# The features of a case are taken from these lists in turn. The numbers of entries have no common factor, so that the
-# grid sees many pairs of them. None stands for the problem's own.
+# The features of a case are taken from these lists in turn. The numbers of entries, but that of block sizes, have no
+# common factor, so that the grid sees many pairs of them. None stands for the problem's own.
 _WINDOWS: tuple[tuple[int | None, int | None] | None, ...] = (
     None,
     (17, 3),
@@ -62,6 +62,7 @@ _BIASES = (
 _SLOPES = 2
 _SOFTCAPS = (None, 12.0, 1.0, 30.0)
 _DROPOUTS = (None, 0.17, 0.9, 0.5, 0.01)
+_BLOCK_SIZES = (None, 256, 128, 512)
 
 # The second has bits in the upper halves of both numbers, and a negative sign.
 _RNGS = ((20_240_607, 48), (-(2**62) + 5, 2**33 + 17))
@@ -364,6 +365,8 @@ def _with_features(case: Case, number: int, *, mask: MaskForm | None = None, bia
         problem = problem.replace(softcap=_SOFTCAPS[number % len(_SOFTCAPS)] or problem.softcap)
     if problem.dropout_p:
         problem = problem.replace(dropout_p=_DROPOUTS[number % len(_DROPOUTS)] or problem.dropout_p)
+    if problem.block_size:
+        problem = problem.replace(block_size=_BLOCK_SIZES[number % len(_BLOCK_SIZES)] or problem.block_size)
     if problem.mask_tensor is not MaskTensor.NONE:
         mask = mask or _MASKS[number % len(_MASKS)]
         if problem.mask_tensor is MaskTensor.BOOL:
