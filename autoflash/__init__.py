@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 # Eagerly, so that `import autoflash.attention` leaves this function, not the module of that name, behind.
 from autoflash.attention import attention, attention_varlen
 from autoflash.control import explain, forget, freeze, warmup
+from autoflash.runtime.block_mask import BlockMask, block_mask
 
 if TYPE_CHECKING:
     from autoflash.deploy.export import ImportSummary
@@ -21,9 +22,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockMask",
     "__version__",
     "attention",
     "attention_varlen",
+    "block_mask",
     "explain",
     "export_table",
     "forget",

@@ -42,6 +42,7 @@ class Options:
         training: A gradient will be asked for.
         window_left, window_right: How many keys before and behind its own position a query sees; -1 for all.
         softcap: Bound of the scores; 0 for none.
+        block_size: Queries and keys of a block of the block mask; 0 without one.
         score_mod, mask_mod: Expressions as lines of the language; empty for none.
         params_gradient: A gradient of the score_mod's parameters will be asked for.
         alibi_gradient, bias_gradient: The gradient of the slopes, or of the bias, will be asked for.
@@ -68,6 +69,7 @@ class Options:
     sequences: int | None = None
     longest_q: int = 0
     longest_k: int = 0
+    block_size: int = 0
 
 
 def refuse_unbuilt(**arguments: object) -> None:
@@ -393,6 +395,7 @@ def problem_of_tensors(
         score_mod=options.score_mod,
         mask_mod=options.mask_mod,
         params_gradient=options.params_gradient,
+        block_size=options.block_size,
         mask_tensor=_kind_of(extras.mask),
         alibi=extras.alibi_slopes is not None,
         alibi_gradient=options.alibi_gradient,

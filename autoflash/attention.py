@@ -13,7 +13,6 @@ from autoflash import paths
 from autoflash.arguments import (
     UNBOUNDED,
     Options,
-    check_cu_seqlens,
     check_layout,
     check_tensors,
     checked_bias,
@@ -30,10 +29,12 @@ from autoflash.arguments import (
     window_of,
 )
 from autoflash.calls import Pair, Triple
-from autoflash.errors import InvalidProblemError, UnsupportedError
+from autoflash.errors import UnsupportedError
 from autoflash.ops import CALLS, Transformable, call_key, layouts_of
+from autoflash.packing import longest_of, packed, packed_extras
+from autoflash.runtime.block_mask import BlockMask, beside_blocks
 from autoflash.runtime.executable import NO_EXTRAS, SINGLE, Extras
-from autoflash.runtime.modifiers import has_gradients, modified_by
+from autoflash.runtime.modifiers import has_gradients
 
 _PREPARED = CALLS.prepared
 _PLAIN = frozenset((Tensor, Parameter))
@@ -62,6 +63,7 @@ def attention(
     score_mod: str | Callable[..., object] | None = None,
     mask_mod: str | Callable[..., object] | None = None,
     score_params: Mapping[str, Tensor | float] | None = None,
+    block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     layout: str = "bhsd",
@@ -102,6 +104,8 @@ def attention(
             a truth, such as ``"doc[b, q_idx] == doc[b, kv_idx]"``.
         score_params: What both read, by name: numbers, truths, and tensors of rank 0 to 4, floating, bool or int32 (or
             less); an element outside a tensor is 0. Floating tensors get a gradient, as far as a score_mod reads them.
+        block_mask: Which blocks of pairs are visited at all, and what hides pairs within them, as
+            :func:`autoflash.block_mask` makes of a mask_mod and :meth:`autoflash.BlockMask.from_blocks` of bool blocks.
         dropout_p: Share of the probabilities that are dropped, 0 <= p < 1; the others are divided by 1 - p. Which ones
             follows from torch's generator of query's device, and the LSE does not know of it.
         scale: Factor of the scores; None is 1 / sqrt(D).
@@ -123,6 +127,7 @@ def attention(
     is_plain = window is None and mask is None and softcap is None and dropout_p == 0.0
     is_plain = is_plain and alibi_slopes is None and bias is None and sinks is None
     is_plain = is_plain and score_mod is None and mask_mod is None and score_params is None
+    is_plain = is_plain and block_mask is None
     if not is_plain or _is_autocast_on() or _is_special(query, key, value):
         return _in_full(
             query,
@@ -138,6 +143,7 @@ def attention(
             score_mod=score_mod,
             mask_mod=mask_mod,
             score_params=score_params,
+            block_mask=block_mask,
             dropout_p=dropout_p,
             scale=scale,
             layout=layout,
@@ -272,6 +278,7 @@ def _in_full(
     score_mod: object,
     mask_mod: object,
     score_params: object,
+    block_mask: object,
     dropout_p: object,
     scale: float | None,
     layout: str,
@@ -286,9 +293,9 @@ def _in_full(
     q, k, v = heads_first(query, key, value, layout)
     dropout = dropout_of(dropout_p)
     extras = NO_EXTRAS
-    modified = modified_by(score_mod, mask_mod, score_params, q.device)
+    blocks, modified = beside_blocks(block_mask, score_mod, mask_mod, score_params, q, k)
     has_terms = not (bias is None and alibi_slopes is None and sinks is None)
-    if mask is not None or has_terms or dropout or modified.params:
+    if mask is not None or has_terms or dropout or modified.params or blocks is not None:
         extras = Extras(
             mask=None if mask is None else expanded_mask(mask, q, k),
             rng=draw_rng(q) if dropout else None,
@@ -296,6 +303,8 @@ def _in_full(
             params=modified.params,
             bias=None if bias is None else checked_bias(bias, q, k),
             alibi_slopes=None if alibi_slopes is None else checked_slopes(alibi_slopes, q, q.shape[0]),
+            query_blocks=None if blocks is None else blocks.lists.queries,
+            key_blocks=None if blocks is None else blocks.lists.keys,
         )
     out, lse = _run(
         q,
@@ -312,6 +321,7 @@ def _in_full(
         vendor=vendor,
         score_mod=modified.score_mod,
         mask_mod=modified.mask_mod,
+        block_size=0 if blocks is None else blocks.block_size,
     )
     if layout == "bshd":
         out = out.transpose(1, 2)
@@ -335,6 +345,7 @@ def _run(
     longest: tuple[int, int] = (0, 0),
     score_mod: str = "",
     mask_mod: str = "",
+    block_size: int = 0,
 ) -> Pair:
     """Out and LSE for checked tensors of layout [B, H, S, D], by the prepared call or the registered operator."""
     training = asks_for_gradients(q, k, v, extras)
@@ -347,9 +358,17 @@ def _run(
                 name = "score_mod" if score_mod else "mask_mod"
                 raise UnsupportedError(f"{name} under the transforms of torch.func is not built: use torch.autograd")
             operator = Transformable.apply
-        how = (scale_of(scale, q.shape[3]), mask_of(causal), deterministic, vendor or "", return_lse, training)
+        how: tuple[object, ...] = (
+            scale_of(scale, q.shape[3]),
+            mask_of(causal),
+            deterministic,
+            vendor or "",
+            return_lse,
+            training,
+        )
         single, params = extras.flat[: len(SINGLE)], list(extras.params)
-        return operator(q, k, v, *single, params, *how, *window, softcap, dropout_p, *longest, score_mod, mask_mod)
+        how += (*window, softcap, dropout_p, *longest, block_size, score_mod, mask_mod)
+        return operator(q, k, v, *single, params, *how)
     options = options_of(
         q,
         causal,
@@ -365,6 +384,7 @@ def _run(
         dropout_p=dropout_p,
         sequences=extras.sequences,
         longest=longest,
+        block_size=block_size,
         score_mod=score_mod,
         mask_mod=mask_mod,
         params_gradient=asks_for_params(score_mod, mask_mod, extras),
@@ -412,40 +432,6 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
     return q, k, v
 
 
-def packed_extras(query: Tensor, key: Tensor, cu_seqlens_q: object, cu_seqlens_k: object) -> Extras:
-    """Checked offsets of packed tensors [T, H, D].
-
-    Raises:
-        InvalidProblemError: for offsets that are none, or that describe different numbers of sequences.
-    """
-    offsets_q = check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, query)
-    offsets_k = check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, key)
-    if offsets_q.shape != offsets_k.shape:
-        raise InvalidProblemError(
-            "cu_seqlens_q and cu_seqlens_k must describe as many sequences, got "
-            f"{offsets_q.shape[0] - 1} and {offsets_k.shape[0] - 1}"
-        )
-    return Extras(cu_seqlens_q=offsets_q, cu_seqlens_k=offsets_k)
-
-
-def longest_of(max_seqlen_q: int | None, max_seqlen_k: int | None) -> tuple[int, int]:
-    """What the caller knows of the longest packed sequence; 0 for nothing.
-
-    Raises:
-        InvalidProblemError: for a negative length.
-    """
-    for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if longest is not None and longest < 0:
-            raise InvalidProblemError(f"{name} must be None or not negative, got {longest}")
-    return max_seqlen_q or 0, max_seqlen_k or 0
-
-
-def packed(query: Tensor, key: Tensor, value: Tensor) -> Triple:
-    """Views [1, H, T, D] of packed tensors [T, H, D]."""
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    return q, k, v
-
-
 def heads_first(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Triple:
     """Views [B, H, S, D] of tensors of a layout."""
     if layout == "bhsd":
@@ -469,6 +455,7 @@ def options_of(
     dropout_p: float = 0.0,
     sequences: int | None = None,
     longest: tuple[int, int] = (0, 0),
+    block_size: int = 0,
     score_mod: str = "",
     mask_mod: str = "",
     params_gradient: bool = False,
@@ -490,6 +477,7 @@ def options_of(
         sequences=sequences,
         longest_q=longest[0],
         longest_k=longest[1],
+        block_size=block_size,
         score_mod=score_mod,
         mask_mod=mask_mod,
         params_gradient=params_gradient,

@@ -35,10 +35,7 @@ from autoflash.attention import (
     autocast,
     call_key_of,
     heads_first,
-    longest_of,
     options_of,
-    packed,
-    packed_extras,
 )
 from autoflash.calls import ladders
 from autoflash.dispatch.explain import Explanation, PassExplanation, explain_pass
@@ -47,9 +44,10 @@ from autoflash.dispatch.resolve import Resolution
 from autoflash.dispatch.table import load, load_decisions
 from autoflash.errors import InvalidProblemError
 from autoflash.ops import CALLS, call_key
+from autoflash.packing import longest_of, packed, packed_extras
 from autoflash.problem import Pass
+from autoflash.runtime.block_mask import BlockMask, beside_blocks
 from autoflash.runtime.executable import NO_EXTRAS, Extras
-from autoflash.runtime.modifiers import modified_by
 from autoflash.variant import Family
 
 
@@ -68,6 +66,7 @@ def explain(
     score_mod: str | Callable[..., object] | None = None,
     mask_mod: str | Callable[..., object] | None = None,
     score_params: Mapping[str, Tensor | float] | None = None,
+    block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     layout: str = "bhsd",
@@ -98,6 +97,7 @@ def explain(
         score_mod: See there.
         mask_mod: See there.
         score_params: See there.
+        block_mask: See there.
         dropout_p: See there.
         scale: See there.
         layout: See there.
@@ -116,7 +116,7 @@ def explain(
     refuse_unbuilt(**unbuilt)
     query, key, value = autocast(query, key, value) or (query, key, value)
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
-        _refuse_dense(mask=mask, bias=bias, score_mod=score_mod, mask_mod=mask_mod)
+        _refuse_dense(mask=mask, bias=bias, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
         check_tensors(query, key, value, "thd")
         extras = packed_extras(query, key, cu_seqlens_q, cu_seqlens_k)
         q, k, v = packed(query, key, value)
@@ -132,7 +132,9 @@ def explain(
     if alibi_slopes is not None:
         batch = q.shape[0] if extras.sequences is None else extras.sequences
         extras = extras._replace(alibi_slopes=checked_slopes(alibi_slopes, q, batch))
-    modified = modified_by(score_mod, mask_mod, score_params, q.device)
+    blocks, modified = beside_blocks(block_mask, score_mod, mask_mod, score_params, q, k)
+    if blocks is not None:
+        extras = extras._replace(query_blocks=blocks.lists.queries, key_blocks=blocks.lists.keys)
     if modified.params:
         extras = extras._replace(params=modified.params)
     training = asks_for_gradients(q, k, v, extras)
@@ -153,6 +155,7 @@ def explain(
         dropout_p=dropout_of(dropout_p),
         sequences=extras.sequences,
         longest=longest_of(max_seqlen_q, max_seqlen_k),
+        block_size=0 if blocks is None else blocks.block_size,
         score_mod=modified.score_mod,
         mask_mod=modified.mask_mod,
         params_gradient=asks_for_params(modified.score_mod, modified.mask_mod, extras),
@@ -189,6 +192,7 @@ def warmup(
     score_mod: str | Callable[..., object] | None = None,
     mask_mod: str | Callable[..., object] | None = None,
     score_params: Mapping[str, Tensor | float] | None = None,
+    block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     scale: float | None = None,
     layout: str = "bhsd",
@@ -223,6 +227,7 @@ def warmup(
         score_mod: See there.
         mask_mod: See there.
         score_params: See there.
+        block_mask: See there.
         dropout_p: See there.
         scale: See there.
         layout: Of the shapes, see there.
@@ -256,12 +261,13 @@ def warmup(
     }
     is_packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     if is_packed:
-        _refuse_dense(mask=mask, bias=bias, score_mod=score_mod, mask_mod=mask_mod)
+        _refuse_dense(mask=mask, bias=bias, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
         common |= {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
         common |= {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     else:
         common |= {"mask": mask, "bias": bias, "layout": layout}
         common |= {"score_mod": score_mod, "mask_mod": mask_mod, "score_params": score_params}
+        common |= {"block_mask": block_mask}
     call = attention_varlen if is_packed else attention
     with torch.set_grad_enabled(backward), torch.random.fork_rng(enabled=dropout_p != 0.0):
         result = call(*tensors, **common)

@@ -33,8 +33,8 @@ CALLS = Calls()
 
 _OPTIONS = (
     "float scale, str causal, bool deterministic, str vendor, bool return_lse, bool training, SymInt window_left, "
-    "SymInt window_right, float softcap, float dropout_p, SymInt longest_q, SymInt longest_k, str score_mod, "
-    "str mask_mod"
+    "SymInt window_right, float softcap, float dropout_p, SymInt longest_q, SymInt longest_k, SymInt block_size, "
+    "str score_mod, str mask_mod"
 )
 _INPUTS = "Tensor query, Tensor key, Tensor value"
 _EXTRAS = ", ".join([*(f"Tensor? {name}" for name in SINGLE), "Tensor[] params"])
@@ -96,7 +96,8 @@ def layouts_of(extras: Extras) -> tuple[object, ...]:
     slopes = extras.alibi_slopes
     each = None if slopes is None else slopes.shape[0]
     params = tuple((param.dtype, param.shape, param.stride()) for param in extras.params)
-    return _layout_of(extras.mask), _layout_of(extras.bias), extras.sinks is None, each, params
+    lists = None if extras.query_blocks is None else extras.query_blocks.shape
+    return _layout_of(extras.mask), _layout_of(extras.bias), extras.sinks is None, each, lists, params
 
 
 def _layout_of(mask: Tensor | None) -> tuple[object, ...] | None:
@@ -109,7 +110,7 @@ def _prepared(
 ) -> tuple[Prepared, Pair | None]:
     """The prepared call, and its results where it had to be made to find it."""
     scale, causal, deterministic, vendor, return_lse, training, left, right, softcap, dropout_p, *rest = options
-    *longest, score_mod, mask_mod = rest
+    *longest, block_size, score_mod, mask_mod = rest
     wanted = tuple(gradients.values())
     call = call_key(query, key, value, "op", *options, extras.sequences, *layouts_of(extras), *wanted)
     known = CALLS.prepared.get(call)
@@ -131,6 +132,7 @@ def _prepared(
         sequences=extras.sequences,
         longest_q=longest[0],
         longest_k=longest[1],
+        block_size=block_size,
         score_mod=score_mod,
         mask_mod=mask_mod,
     )
@@ -310,6 +312,10 @@ def _map(operator: Any, tensors: int) -> Any:
         if arguments[-1] or arguments[-2]:
             raise UnsupportedError(
                 "vmap with an expression is not built: give the mapped dimension to the batch instead"
+            )
+        if extras.query_blocks is not None:
+            raise UnsupportedError(
+                "vmap with a block mask is not built: give the mapped dimension to the batch instead"
             )
         cu_seqlens_q, rng = extras.cu_seqlens_q, extras.rng
         terms = [name for name in SINGLE_TERMS if getattr(extras, name) is not None]

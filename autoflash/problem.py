@@ -70,6 +70,8 @@ class Feature(str, Enum):
     """A tensor says which pairs take part."""
     MASK_MOD = "mask_mod"
     """An expression says which pairs take part."""
+    BLOCK_MASK = "block_mask"
+    """Blocks of pairs are hidden as a whole, and never visited; beside a mask_mod, others are known to be whole."""
     WINDOW = "window"
     """Keys too far to the left or right of the query's position are hidden."""
     SINKS = "sinks"
@@ -82,6 +84,10 @@ class Feature(str, Enum):
     """The backward also gives the gradient of the slopes."""
     BIAS_GRADIENT = "bias_gradient"
     """The backward also gives the gradient of the bias."""
+
+
+LEAST_BLOCK = 128
+"""Queries and keys of the smallest block of a block mask: every tile of a kernel divides it."""
 
 
 class MaskTensor(str, Enum):
@@ -123,6 +129,7 @@ class Problem:
         score_mod, mask_mod: Expressions in one line, as :class:`autoflash.expression.expression.Expression` is written;
             empty for none. A score_mod follows the softcap.
         params_gradient: The backward gives the gradients of the score_mod's parameters. Always False forward.
+        block_size: Queries and keys of a block of the block mask, a power of two from 128 on; 0 without one.
         mask_tensor: Whether each pair also has an element of a tensor, and of which kind.
         alibi: Scores fall with the distance of the key from the query's position.
         alibi_gradient: The backward gives the gradient of the slopes. Always False forward.
@@ -153,6 +160,7 @@ class Problem:
     score_mod: str = ""
     mask_mod: str = ""
     params_gradient: bool = False
+    block_size: int = 0
     mask_tensor: MaskTensor = MaskTensor.NONE
     alibi: bool = False
     alibi_gradient: bool = False
@@ -199,6 +207,10 @@ class Problem:
             raise InvalidProblemError("packed sequences have no mask tensor: leave mask_tensor at none")
         if self.is_varlen and (self.score_mod or self.mask_mod):
             raise InvalidProblemError("packed sequences have no score_mod and no mask_mod: leave them empty")
+        if self.block_size and (self.block_size < LEAST_BLOCK or self.block_size & (self.block_size - 1)):
+            raise InvalidProblemError(f"block_size must be a power of two from {LEAST_BLOCK} on, got {self.block_size}")
+        if self.is_varlen and self.block_size:
+            raise InvalidProblemError("packed sequences have no block mask: leave block_size at 0")
         if self.params_gradient and not self.score_mod:
             raise InvalidProblemError("params_gradient needs a score_mod")
         if self.is_varlen and self.bias:
@@ -237,6 +249,7 @@ class Problem:
             Feature.FLOAT_MASK: self.mask_tensor is MaskTensor.FLOAT,
             Feature.BOOL_MASK: self.mask_tensor is MaskTensor.BOOL,
             Feature.MASK_MOD: bool(self.mask_mod),
+            Feature.BLOCK_MASK: self.block_size > 0,
             Feature.WINDOW: self.has_window,
             Feature.SINKS: self.sinks,
             Feature.DROPOUT: self.dropout_p > 0.0,

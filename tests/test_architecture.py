@@ -28,6 +28,7 @@ HOMES = {
         "calls.py",
         "control.py",
         "ops.py",
+        "packing.py",
         "evaluate/",
         "runtime/",
         "dispatch/resolve.py",

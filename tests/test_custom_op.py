@@ -22,7 +22,7 @@ FORWARD = torch.ops.autoflash.attention_forward.default
 BACKWARD = torch.ops.autoflash.attention_backward.default
 PLAIN = (*(None,) * len(SINGLE), [])
 NOT_WANTED = (*(False,) * len(SINGLE_TERMS), [])
-NO_FEATURES = (-1, -1, 0.0, 0.0, 0, 0, "", "")
+NO_FEATURES = (-1, -1, 0.0, 0.0, 0, 0, 0, "", "")
 LAYOUTS = list(itertools.product([False, True], repeat=3))
 # Tracing through AOTAutograd takes seconds; which strides it sees is the business of the fake tensors' check.
 QUICK_CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")

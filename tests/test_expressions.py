@@ -186,7 +186,7 @@ def test_opcheck_accepts_the_operator() -> None:
     given, q, k, v = params(grad=True), *tensors(grad=True)
     lines = modifiers.modified_by(RELATIVE, DOCUMENTS, given, q.device)
     single = (None,) * len(SINGLE)
-    options = (0.25, "full", False, "never", False, True, -1, -1, 0.0, 0.0, 0, 0, lines.score_mod, lines.mask_mod)
+    options = (0.25, "full", False, "never", False, True, -1, -1, 0.0, 0.0, 0, 0, 0, *lines[:2])
 
     torch.library.opcheck(
         torch.ops.autoflash.attention_forward.default,

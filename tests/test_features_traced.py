@@ -94,7 +94,7 @@ def test_opcheck_accepts_featured_calls(name: str) -> None:
     else:
         extras[0] = FEATURES[name]["mask"].expand(B, H, M, N)
         features = (-1, -1, 2.0, 0.0, 0, 0)
-    arguments = (q, k, v, *extras, *options, *features, "", "")
+    arguments = (q, k, v, *extras, *options, *features, 0, "", "")
 
     found = torch.library.opcheck(
         torch.ops.autoflash.attention_forward.default,

@@ -16,11 +16,14 @@ from tests.factories import make_cell, make_problem
         ({"heads": 3, "kv_heads": 2}, "multiple of key/value heads, got 3 and 2"),
         ({"seqlen_q": -1}, "seqlen_q must not be negative, got -1"),
         ({"batch": -2}, "batch must not be negative, got -2"),
+        ({"block_size": 64}, "block_size must be a power of two from 128 on, got 64"),
+        ({"block_size": 384}, "block_size must be a power of two from 128 on, got 384"),
+        ({"block_size": 128, "packed_q": 9, "packed_k": 9}, "packed sequences have no block mask"),
     ],
 )
 def test_sizes_that_mean_nothing_are_refused_by_name(changes: dict[str, int], words: str) -> None:
     with pytest.raises(InvalidProblemError, match=words):
-        make_problem(**changes)  # type: ignore[arg-type]  # sizes only
+        make_problem().replace(**changes)
 
 
 def test_fields_that_a_problem_does_not_look_at_are_normalised() -> None:

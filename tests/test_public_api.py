@@ -22,7 +22,8 @@ def test_every_public_name_is_there() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["attention", "explain", "warmup", "tune", "export_table", "import_table", "freeze", "reference"]
+    "name",
+    ["attention", "block_mask", "explain", "warmup", "tune", "export_table", "import_table", "freeze", "reference"],
 )
 def test_the_promised_names_are_public(name: str) -> None:
     assert name in autoflash.__all__
@@ -58,6 +59,7 @@ def test_attention_has_the_promised_signature() -> None:
         "score_mod",
         "mask_mod",
         "score_params",
+        "block_mask",
         "dropout_p",
         "scale",
         "layout",
@@ -69,7 +71,7 @@ def test_attention_has_the_promised_signature() -> None:
 
 
 @pytest.mark.parametrize(
-    "function", ["attention", "explain", "warmup", "tune", "export_table", "import_table", "freeze"]
+    "function", ["attention", "block_mask", "explain", "warmup", "tune", "export_table", "import_table", "freeze"]
 )
 def test_every_public_function_documents_its_arguments(function: str) -> None:
     documented = getattr(autoflash, function)

@@ -46,8 +46,8 @@ def test_opcheck_accepts_calls_with_terms() -> None:
     q, k, v = tensors(grad=True)
     sinks, bias = SINKS["sinks"].clone().requires_grad_(), normal(1, H, M, 1).requires_grad_()
     slopes = normal(B, H).abs().requires_grad_()
-    extras = (None, None, None, None, sinks, bias, slopes, [])
-    options = (0.25, "full", False, "never", True, True, -1, -1, 0.0, 0.0, 0, 0, "", "")
+    extras = (None, None, None, None, sinks, bias, slopes, None, None, [])
+    options = (0.25, "full", False, "never", True, True, -1, -1, 0.0, 0.0, 0, 0, 0, "", "")
 
     forward = torch.library.opcheck(
         torch.ops.autoflash.attention_forward.default,
@@ -59,7 +59,7 @@ def test_opcheck_accepts_calls_with_terms() -> None:
     dout, q, k, v, out, lse, *terms = inputs
     backward = torch.library.opcheck(
         torch.ops.autoflash.attention_backward.default,
-        (dout, None, q, k, v, out, lse, None, None, None, None, *terms, [], True, True, True, [], *options),
+        (dout, None, q, k, v, out, lse, None, None, None, None, *terms, None, None, [], True, True, True, [], *options),
         test_utils=("test_schema", "test_faketensor"),
     )
 

@@ -26,6 +26,7 @@ def problem_json(problem: Problem) -> dict[str, Json]:
         "softcap": problem.softcap,
         "score_mod": problem.score_mod,
         "mask_mod": problem.mask_mod,
+        "block_size": problem.block_size,
         "mask_tensor": problem.mask_tensor.value,
         "alibi": problem.alibi,
         "alibi_gradient": problem.alibi_gradient,

@@ -11,7 +11,7 @@ import click
 from rich.progress import Progress
 
 import autoflash
-from autoflash.cli import bench_grid, bench_systems
+from autoflash.cli import bench_blocks, bench_grid, bench_systems, plot_blocks
 from autoflash.cli.bench_grid import Grid, Row
 from autoflash.cli.bench_sweep import Sweep, sweep
 from autoflash.cli.features import feature_options
@@ -25,7 +25,7 @@ from autoflash.dispatch.buckets import cell_of, problem_of
 from autoflash.dispatch.ladder import Here, VendorPolicy, inference_ladder
 from autoflash.evaluate import overhead
 from autoflash.keys import Json
-from autoflash.problem import DType, Mask, Pass
+from autoflash.problem import LEAST_BLOCK, DType, Mask, Pass
 from autoflash.runtime.probe import environment, probe
 from autoflash.search.presets import Asked
 from autoflash.space import catalog
@@ -47,6 +47,7 @@ README_END = "<!-- benchmark table: end -->"
 @feature_options
 @click.option("--flex", is_flag=True, help="Beside torch's flex_attention too, compiled for each problem.")
 @click.option("--systems", "by_system", is_flag=True, help="Standard attention, Rabe-Staats, FlashAttention and SDPA.")
+@click.option("--blocks", "by_blocks", is_flag=True, help="Times by the share of blocks that a block mask shows.")
 @click.option("--exhaustive", is_flag=True, help="Sweep every variant of one cell, and judge the recorded winner.")
 @click.option("--overhead", "host", is_flag=True, help="Host time of a small call against torch SDPA.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to write results to, as JSON.")
@@ -63,6 +64,7 @@ def command(
     group: int,
     flex: bool,
     by_system: bool,
+    by_blocks: bool,
     exhaustive: bool,
     host: bool,
     out: Path | None,
@@ -80,10 +82,15 @@ def command(
     family and torch's backends, those of them that run here, on fewer problems: time, the most memory that a call
     holds beside its inputs (and what a backward finds kept by its forward), main-memory bytes in the model of
     autoflash analyze, and the error against float64 at lengths of about 512.
+
+    --blocks times maps of which each block of queries sees 100, 50, 25, 12 and 6 % of the blocks of keys, at random,
+    and the same problem without a map; TFLOP/s are over what is shown. `autoflash plot` draws the file of --out.
     """
     device = probe(common.device)
     if by_system and (exhaustive or host or readme is not None):
         raise click.UsageError("--systems is a run of its own: leave out --exhaustive, --overhead and --readme")
+    if by_blocks and (by_system or exhaustive or host or flex or readme is not None):
+        raise click.UsageError("--blocks is a run of its own: leave out --systems, --exhaustive, --overhead and --flex")
     if flex and (by_system or exhaustive or host):
         raise click.UsageError("--flex is a peer of the grid: leave out --systems, --exhaustive and --overhead")
     if host:
@@ -92,6 +99,9 @@ def command(
     grid = bench_grid.default_grid(device, quick=quick)
     if by_system:
         grid = bench_systems.default_grid(grid, device, quick=quick)
+    if by_blocks:
+        asked = dataclasses.replace(asked, block_size=LEAST_BLOCK)
+        grid = bench_blocks.default_grid(grid, device, quick=quick)
     changes: dict[str, object] = {"asked": asked, "group": group}
     if ops:
         changes["ops"] = tuple(Pass(op) for op in ops)
@@ -106,6 +116,9 @@ def command(
     grid = dataclasses.replace(grid, **changes)  # type: ignore[arg-type]  # dataclasses.replace is untyped by name
     if by_system:
         _systems(common, device, grid, out)
+        return
+    if by_blocks:
+        _blocks(common, device, grid, out)
         return
     if exhaustive:
         _exhaustive(common, device, grid)
@@ -170,6 +183,27 @@ def _systems(common: Common, device: Device, grid: Grid, out: Path | None) -> No
         return
     for one in compared:
         bench_systems.print_comparison(one, device)
+
+
+def _blocks(common: Common, device: Device, grid: Grid, out: Path | None) -> None:
+    with common.progress.status("timing block masks") as status:
+        rows = bench_blocks.run(
+            grid,
+            device,
+            table.load(common.db, common.table),
+            seed=common.seed or 0,
+            on_row=lambda row: status.update(f"timed {cell_of(row.problem, device)}"),
+        )
+    found: list[Json] = [bench_blocks.row_json(row) for row in rows]
+    report = {**_about(device), "command": plot_blocks.COMMAND, "rows": found}
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_table(out / f"blocks-{device_slug(device.name)}.json", bench_json(report), force=True)
+    if common.json:
+        print_json(report)
+        return
+    for row in rows:
+        bench_blocks.print_row(row)
 
 
 def bench_json(report: Json) -> str:

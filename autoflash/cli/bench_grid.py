@@ -212,11 +212,27 @@ def time_together(
     problem: Problem, device: Device, variants: Sequence[Variant], seed: int, *, min_ms: float = 100.0
 ) -> list[Timed]:
     """Time several kernels on one problem in turns, so that clocks and heat are the same for all."""
+
+    def maker(variant: Variant) -> Callable[[], Call]:
+        return lambda: make_call(_executable(problem, variant, device), problem, device, seed=seed)
+
+    timed = []
+    measured = time_calls([maker(variant) for variant in variants], device, min_ms=min_ms)
+    for variant, (measurement, reason) in zip(variants, measured, strict=True):
+        speed = None if measurement is None else tflops(problem, measurement.median_us)
+        timed.append(Timed(variant=variant, measurement=measurement, tflops=speed, reason=reason))
+    return timed
+
+
+def time_calls(
+    makers: Sequence[Callable[[], Call]], device: Device, *, min_ms: float = 100.0
+) -> list[tuple[Measurement | None, str]]:
+    """Time calls in turns: a measurement of each, or None and the reason why it cannot be made or fails."""
     calls: list[Call] = []
     reasons: list[str] = []
-    for variant in variants:
+    for make in makers:
         try:
-            call = make_call(_executable(problem, variant, device), problem, device, seed=seed)
+            call = make()
             call()
         except Exception as error:
             # A kernel may fail in any way that torch, Triton or the driver has: it is a cell without a number.
@@ -225,12 +241,7 @@ def time_together(
         reasons.append("")
         calls.append(call)
     measured = iter(interleaved(calls, device, run=uuid.uuid4().hex[:12], min_ms=min_ms) if calls else [])
-    timed = []
-    for variant, reason in zip(variants, reasons, strict=True):
-        measurement = None if reason else next(measured)
-        speed = None if measurement is None else tflops(problem, measurement.median_us)
-        timed.append(Timed(variant=variant, measurement=measurement, tflops=speed, reason=reason))
-    return timed
+    return [(None if reason else next(measured), reason) for reason in reasons]
 
 
 def _executable(problem: Problem, variant: Variant, device: Device) -> Executable:

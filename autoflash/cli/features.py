@@ -11,7 +11,7 @@ import click
 
 from autoflash.errors import ExpressionError
 from autoflash.expression.expression import Role, of_line, parse
-from autoflash.problem import Cell, Feature, MaskTensor, Pass
+from autoflash.problem import LEAST_BLOCK, Cell, Feature, MaskTensor, Pass
 from autoflash.search.presets import Asked
 
 P = ParamSpec("P")
@@ -84,13 +84,14 @@ def feature_options(command: Callable[Concatenate[Asked, P], R]) -> Callable[P, 
     @click.option("--sinks", is_flag=True, help="With a score of each head that has no key.")
     @click.option("--score-mod", type=Line(Role.SCORE_MOD), default="", metavar="LINE", help="Scores as it says.")
     @click.option("--mask-mod", type=Line(Role.MASK_MOD), default="", metavar="LINE", help="Keys as it says.")
+    @click.option("--block-mask", is_flag=True, help="With a map of blocks that are hidden as a whole.")
     @click.option("--params-gradient", is_flag=True, help="A backward also of the --score-mod's parameters.")
     @click.option("--varlen", is_flag=True, help="Sequences of different lengths, packed one after the other.")
     @functools.wraps(command)
     def with_asked(*args: P.args, **options: P.kwargs) -> R:
         names = ["window", "softcap", "dropout", "bool_mask", "float_mask", "alibi", "alibi_gradient"]
         names += ["bias", "bias_gradient", "sinks", "varlen"]
-        names += ["score_mod", "mask_mod", "params_gradient"]
+        names += ["score_mod", "mask_mod", "block_mask", "params_gradient"]
         return command(_asked(**{name: options.pop(name) for name in names}), *args, **options)  # type: ignore[arg-type]  # click has typed them
 
     return with_asked
@@ -113,8 +114,9 @@ def with_features(cell: Cell, names: tuple[str, ...]) -> Cell:
         raise click.UsageError("there is one mask tensor: bool_mask or float_mask, not both")
     if masks and Feature.VARLEN in features:
         raise click.UsageError(f"varlen and {masks[0].value}: packed sequences have no mask tensor")
-    if Feature.BIAS in features and Feature.VARLEN in features:
-        raise click.UsageError("varlen and bias: packed sequences have no bias")
+    for feature in (Feature.BIAS, Feature.BLOCK_MASK):
+        if feature in features and Feature.VARLEN in features:
+            raise click.UsageError(f"varlen and {feature.value}: packed sequences have no {_words(feature)}")
     for term, gradient in ((Feature.ALIBI, Feature.ALIBI_GRADIENT), (Feature.BIAS, Feature.BIAS_GRADIENT)):
         if gradient in features and (term not in features or cell.op is Pass.FORWARD):
             raise click.UsageError(
@@ -138,6 +140,7 @@ def _asked(
     varlen: bool,
     score_mod: str,
     mask_mod: str,
+    block_mask: bool,
     params_gradient: bool,
 ) -> Asked:
     mask_tensor = _mask_tensor(bool_mask, float_mask)
@@ -148,8 +151,10 @@ def _asked(
     if params_gradient and not score_mod:
         raise click.UsageError("--params-gradient needs a --score-mod")
     bias = bias or bias_gradient
-    if varlen and bias:
-        raise click.UsageError("--varlen and --bias: packed sequences have no bias")
+    for feature, is_asked in ((Feature.BIAS, bias), (Feature.BLOCK_MASK, block_mask)):
+        if varlen and is_asked:
+            words = _words(feature)
+            raise click.UsageError(f"--varlen and --{words.replace(' ', '-')}: packed sequences have no {words}")
     return Asked(
         window=window or (None, None),
         softcap=softcap,
@@ -162,9 +167,14 @@ def _asked(
         sinks=sinks,
         score_mod=score_mod,
         mask_mod=mask_mod,
+        block_size=LEAST_BLOCK if block_mask else 0,
         params_gradient=params_gradient,
         packed=varlen,
     )
+
+
+def _words(feature: Feature) -> str:
+    return feature.value.replace("_", " ")
 
 
 def _mask_tensor(is_bool: bool, is_float: bool) -> MaskTensor:

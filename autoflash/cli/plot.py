@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from autoflash.cli import plot_blocks
 from autoflash.cli.options import Common, common_options
 from autoflash.cli.output import print_json
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_COMMANDS = ("autoflash bench", plot_blocks.COMMAND)
 FORMATS = (".svg", ".png", ".pdf")
 
 Panel = tuple[str, str, int]
@@ -36,20 +38,23 @@ _PANEL_INCHES = (3.2, 2.3)
 def command(common: Common, results: Path, out: Path) -> None:
     """Draw a results file of `autoflash bench`: TFLOP/s by sequence length, a panel for each pass, mask and head size.
 
+    Of `autoflash bench --blocks`: time by the share of the blocks that are shown.
+
     Equal results give equal bytes of an SVG. Needs matplotlib: pip install 'autoflash[report]'.
     """
     if out.suffix not in FORMATS:
         raise click.UsageError(f"{out} does not end in {', '.join(FORMATS)}")
     report = _read(results)
-    panels = panels_of(report["rows"])
+    by_blocks = report["command"] == plot_blocks.COMMAND
+    panels = {} if by_blocks else panels_of(report["rows"])
     try:
-        save(draw(panels, _title(report)), out)
+        save(plot_blocks.draw(report["rows"], _title(report)) if by_blocks else draw(panels, _title(report)), out)
     except ImportError as error:
         raise click.ClickException(f"{error}: pip install 'autoflash[report]' installs matplotlib") from error
     except OSError as error:
         raise click.ClickException(f"cannot write {out}: {error.strerror or error}") from error
     if common.json:
-        print_json({"file": str(out), "panels": len(panels)})
+        print_json({"file": str(out), "panels": len(report["rows"]) if by_blocks else len(panels)})
     else:
         click.echo(f"Wrote {out}")
 
@@ -123,7 +128,7 @@ def _read(results: Path) -> dict[str, Any]:
         report = json.loads(results.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise click.ClickException(f"{results} is no JSON: {error}") from error
-    if not isinstance(report, dict) or not report.get("rows") or report.get("command") != "autoflash bench":
+    if not isinstance(report, dict) or not report.get("rows") or report.get("command") not in _COMMANDS:
         raise click.ClickException(f"{results} is no results file; `autoflash bench --out DIR` writes one")
     return report
 

@@ -20,7 +20,7 @@ from autoflash.evaluate.accuracy import BACKENDS, PLAIN, Accuracy, Errors, accur
 from autoflash.evaluate.worker import Failure, Worker
 from autoflash.evaluate.worker_pool import WorkerPool
 from autoflash.keys import Json
-from autoflash.problem import DType, Feature, Form, Mask, MaskTensor, Pass, Problem
+from autoflash.problem import LEAST_BLOCK, DType, Feature, Form, Mask, MaskTensor, Pass, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.probe import environment
 from autoflash.space import catalog
@@ -47,6 +47,8 @@ _SCORES: dict[str, object] = {
 # A table of relative distances, and documents.
 _SCORE_MOD = "score_mod(n: int 0, t: float 2) = score + t[h, q_idx - kv_idx + n]"
 _MASK_MOD = "mask_mod(doc: int 2) = doc[b, kv_idx] == doc[b, q_idx]"
+# Hidden, partial and whole blocks.
+_NEAR = "mask_mod(reach: int 0) = abs(kv_idx - q_idx) * 3 < reach"
 
 FORMS: dict[str, dict[str, object]] = {
     Mask.FULL.value: {},
@@ -57,6 +59,7 @@ FORMS: dict[str, dict[str, object]] = {
     Feature.FLOAT_MASK.value: {"mask_tensor": MaskTensor.FLOAT},
     Feature.BOOL_MASK.value: {"mask_tensor": MaskTensor.BOOL},
     Feature.MASK_MOD.value: {"mask_mod": _MASK_MOD},
+    Feature.BLOCK_MASK.value: {"block_size": LEAST_BLOCK},
     Feature.WINDOW.value: _WINDOW,
     Feature.ALIBI.value: {"alibi": True},
     Feature.ALIBI_GRADIENT.value: {"alibi": True, "alibi_gradient": True},
@@ -72,6 +75,7 @@ FORMS: dict[str, dict[str, object]] = {
         "mask_mod": _MASK_MOD,
         "mask_tensor": MaskTensor.FLOAT,
     },
+    "together_blocks": {**_WINDOW, "mask_mod": _NEAR, "block_size": LEAST_BLOCK, "softcap": 20.0, "sinks": True},
     "together_varlen": {**_SCORES, **_PACKED},
 }
 """What ``--feature`` may name: each mask, each feature, and as many of them as go together."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from autoflash.device import Device, DeviceKind
 from autoflash.errors import InvalidProblemError
-from autoflash.problem import Cell, Feature, Mask, MaskTensor, Parallelism, Problem
+from autoflash.problem import LEAST_BLOCK, Cell, Feature, Mask, MaskTensor, Parallelism, Problem
 
 TILE_ROWS = 128
 """Query rows that one unit of parallelism stands for."""
@@ -105,6 +105,7 @@ def problem_of(cell: Cell, device: Device) -> Problem:
         score_mod=cell.score_mod,
         mask_mod=cell.mask_mod,
         params_gradient=Feature.PARAMS_GRADIENT in cell.features,
+        block_size=LEAST_BLOCK if Feature.BLOCK_MASK in cell.features else 0,
         mask_tensor=_mask_tensor(cell),
         alibi=Feature.ALIBI in cell.features,
         alibi_gradient=Feature.ALIBI_GRADIENT in cell.features,

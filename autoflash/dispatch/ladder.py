@@ -16,8 +16,8 @@ from autoflash.variant import Family, Variant
 
 _MOST_HITS = 3
 
-# A kernel does a little more for each pair with these, but visits the same tiles: what is fast without is seldom slow
-# with them. A window changes which tiles there are, and packed sequences how long they are.
+# A kernel does a little more for each pair with these, but visits the same tiles, or some of them: what is fast without
+# is seldom slow with them. A window changes which tiles there are, and packed sequences how long they are.
 _NEUTRAL = (
     Feature.SOFTCAP,
     Feature.SCORE_MOD,
@@ -26,6 +26,7 @@ _NEUTRAL = (
     Feature.FLOAT_MASK,
     Feature.BOOL_MASK,
     Feature.MASK_MOD,
+    Feature.BLOCK_MASK,
     Feature.SINKS,
     Feature.DROPOUT,
     Feature.PARAMS_GRADIENT,

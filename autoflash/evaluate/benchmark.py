@@ -44,14 +44,14 @@ def device_lock(device: Device) -> Iterator[None]:
         yield
 
 
-def make_call(executable: Executable, problem: Problem, device: Device, *, seed: int = 0) -> Call:
+def make_call(executable: Executable, problem: Problem, device: Device, *, seed: int = 0, shown: float = 1.0) -> Call:
     """A call of a kernel on tensors of its own, prepared: what remains is the launch.
 
     The outputs of a generated kernel are allocated once and written again by each call. A vendor's kernel allocates
     its own: to be given others it would have to copy, which is no part of it. Kernels of the same problem and seed are
-    given the same inputs.
+    given the same inputs; a block mask shows the share ``shown`` of its blocks.
     """
-    q, k, v, out, lse, dout, extras = timed_inputs(problem, device, seed)
+    q, k, v, out, lse, dout, extras = timed_inputs(problem, device, seed, shown)
     scale = 1.0 / math.sqrt(problem.head_dim)
     is_vendor = executable.variant.family is Family.VENDOR
     if problem.op is Pass.FORWARD:

@@ -12,6 +12,8 @@ from autoflash.device import Device
 from autoflash.evaluate.terms import draw_params
 from autoflash.expression.expression import Role
 from autoflash.problem import DType, MaskTensor, Pass, Problem
+from autoflash.runtime.block_map import blocks_in
+from autoflash.runtime.block_mask import BlockMask, block_mask
 from autoflash.runtime.layouts import TORCH_TYPES, usual_bias_shape
 
 
@@ -34,6 +36,7 @@ class CallArguments(TypedDict, total=False):
     score_mod: str
     mask_mod: str
     score_params: dict[str, Tensor]
+    block_mask: BlockMask
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     max_seqlen_q: int
@@ -94,17 +97,38 @@ def call_arguments(problem: Problem, device: Device) -> CallArguments:
     if problem.sinks:
         arguments["sinks"] = torch.zeros(problem.heads, device=device.torch_device)
     parameters = parameters_of(problem.score_mod, problem.mask_mod)
+    params = dict(zip((one.name for one in parameters), draw_params(problem, device=device.torch_device), strict=True))
+    if problem.block_size:
+        arguments["block_mask"] = _block_mask(problem, params, device)
+        params = {one.name: params[one.name] for one in parameters_of(problem.score_mod, "")}
     for role, line in ((Role.SCORE_MOD, problem.score_mod), (Role.MASK_MOD, problem.mask_mod)):
-        if line:
+        if line and not (role is Role.MASK_MOD and problem.block_size):
             arguments[role.value] = expression_of(line).text
-    if parameters:
-        tensors = draw_params(problem, device=device.torch_device)
+    if params:
         arguments["score_params"] = {
-            parameter.name: tensor.requires_grad_(problem.params_gradient and tensor.is_floating_point())
-            for parameter, tensor in zip(parameters, tensors, strict=True)
+            name: tensor.requires_grad_(problem.params_gradient and tensor.is_floating_point())
+            for name, tensor in params.items()
         }
     if problem.mask_tensor is not MaskTensor.NONE:
         dtype = torch.bool if problem.mask_tensor is MaskTensor.BOOL else torch_dtype(problem.dtype)
         shape = (1, 1, problem.seqlen_q, problem.seqlen_k)
         arguments["mask"] = torch.ones(shape, dtype=dtype, device=device.torch_device)
     return arguments
+
+
+def _block_mask(problem: Problem, params: dict[str, Tensor], device: Device) -> BlockMask:
+    """That of the problem's mask_mod, or one that shows every block."""
+    sizes = (problem.seqlen_q, problem.seqlen_k)
+    if problem.mask_mod:
+        expression = expression_of(problem.mask_mod)
+        return block_mask(
+            expression.text,
+            problem.batch,
+            problem.heads,
+            *sizes,
+            params={one.name: params[one.name] for one in expression.parameters},
+            block_size=problem.block_size,
+            device=device.torch_device,
+        )
+    blocks = torch.ones([blocks_in(size, problem.block_size) for size in sizes], dtype=torch.bool)
+    return BlockMask.from_blocks(blocks.to(device.torch_device), *sizes, problem.block_size)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autoflash.evaluate import exact, yardstick
+from autoflash.evaluate.block_maps import draw_blocks
 from autoflash.evaluate.grid import Case
 from autoflash.evaluate.inputs import LOW, Inputs, draw, draw_flat
 from autoflash.evaluate.masks import draw_mask
@@ -173,6 +174,8 @@ def draw_case(case: Case, device: str) -> Inputs:
         for side in (0, 1)
     ]
     sinks = draw_sinks(problem, around=LOW if case.low else 0.0, flat=case.flat, device=device)
+    params = draw_params(problem, device=device)
+    blocks = draw_blocks(problem, params, flat=case.flat, device=device) if problem.block_size else None
     slopes = draw_slopes(problem, own=case.own_slopes, flat=case.flat, device=device)
     extras = Extras(
         mask=None if case.mask is None else draw_mask(problem, case.mask, device=device),
@@ -182,7 +185,9 @@ def draw_case(case: Case, device: str) -> Inputs:
         sinks=sinks if problem.sinks else None,
         alibi_slopes=slopes if problem.alibi else None,
         bias=None if case.bias is None else draw_bias(problem, case.bias, device=device),
-        params=draw_params(problem, device=device),
+        query_blocks=None if blocks is None else blocks.queries,
+        key_blocks=None if blocks is None else blocks.keys,
+        params=params,
     )
     return dataclasses.replace(inputs, extras=extras)
 

@@ -23,8 +23,8 @@ _LONG_SEQLEN = 4099
 # Tiles of 128 queries for each multiprocessor.
 _CROWD = 6
 
-# The features of a case are taken from these lists in turn. The numbers of entries have no common factor, so that the
-# grid sees many pairs of them. None stands for the problem's own.
+# The features of a case are taken from these lists in turn. The numbers of entries, but that of block sizes, have no
+# common factor, so that the grid sees many pairs of them. None stands for the problem's own.
 _WINDOWS: tuple[tuple[int | None, int | None] | None, ...] = (
     None,
     (17, 3),
@@ -62,6 +62,7 @@ _BIASES = (
 _SLOPES = 2
 _SOFTCAPS = (None, 12.0, 1.0, 30.0)
 _DROPOUTS = (None, 0.17, 0.9, 0.5, 0.01)
+_BLOCK_SIZES = (None, 256, 128, 512)
 
 # The second has bits in the upper halves of both numbers, and a negative sign.
 _RNGS = ((20_240_607, 48), (-(2**62) + 5, 2**33 + 17))
@@ -131,6 +132,7 @@ class Case:
         parts += [f"window {problem.window_left},{problem.window_right}"] if problem.has_window else []
         parts += [f"softcap {problem.softcap:g}"] if problem.softcap else []
         parts += [line for line in (problem.score_mod, problem.mask_mod) if line]
+        parts += [f"blocks of {problem.block_size}"] if problem.block_size else []
         parts += [str(form) for form in (self.mask, self.bias) if form is not None]
         parts += ["slopes of each batch entry"] if self.own_slopes else []
         parts += [f"dropout {problem.dropout_p:g}"] if problem.dropout_p else []
@@ -289,7 +291,7 @@ def _irregular(problem: Problem) -> Case:
         lengths = ((0, 33), (113, 203), (1, 0), (64, 64), (5, 9), (0, 0))
         return _packed(problem, lengths, tail=(9, 4), with_dlse=True)
     # A mask may be another one for each batch entry, and so may what an expression says; a bias the same.
-    differs = problem.mask_tensor is not MaskTensor.NONE or problem.bias or problem.alibi
+    differs = problem.mask_tensor is not MaskTensor.NONE or problem.bias or problem.alibi or problem.block_size
     batch = 2 if differs or problem.score_mod or problem.mask_mod else 1
     return _case(problem, 113, 203, batch=batch, with_dlse=True)
 
@@ -363,6 +365,8 @@ def _with_features(case: Case, number: int, *, mask: MaskForm | None = None, bia
         problem = problem.replace(softcap=_SOFTCAPS[number % len(_SOFTCAPS)] or problem.softcap)
     if problem.dropout_p:
         problem = problem.replace(dropout_p=_DROPOUTS[number % len(_DROPOUTS)] or problem.dropout_p)
+    if problem.block_size:
+        problem = problem.replace(block_size=_BLOCK_SIZES[number % len(_BLOCK_SIZES)] or problem.block_size)
     if problem.mask_tensor is not MaskTensor.NONE:
         mask = mask or _MASKS[number % len(_MASKS)]
         if problem.mask_tensor is MaskTensor.BOOL:

@@ -17,6 +17,7 @@ from autoflash.errors import InvalidProblemError
 from autoflash.evaluate.modifiers import Modifiers
 from autoflash.evaluate.philox import Rng, dropout_keep
 from autoflash.problem import Alignment, Problem
+from autoflash.runtime.block_map import shown_blocks
 from autoflash.runtime.executable import NO_EXTRAS, Extras
 
 Causal = bool | str
@@ -67,6 +68,8 @@ class Semantics:
         bias: Added to the scores, of rank 4: each size is that of [B, H, M, N] or 1; None for none.
         sinks: A score of each head without a key, [H]; None for none.
         modifiers: Expressions that modify the scores after the softcap, or say which keys take part; None for none.
+        shown: Which blocks of pairs take part, [B or 1, H or 1, M blocks, N blocks]; None for all.
+        block_size: Queries and keys of a block.
         dropout_p: Share of the probabilities that are dropped.
         rng: Seed and offset of the dropout.
         starts_q, starts_k: Where packed sequences begin, and the end of the last; None where nothing is packed.
@@ -82,6 +85,8 @@ class Semantics:
     bias: Tensor | None = None
     sinks: Tensor | None = None
     modifiers: Modifiers | None = None
+    shown: Tensor | None = None
+    block_size: int = 0
     dropout_p: float = 0.0
     rng: Rng = (0, 0)
     starts_q: tuple[int, ...] | None = None
@@ -157,6 +162,8 @@ class Semantics:
             bias=extras.bias,
             sinks=extras.sinks,
             modifiers=Modifiers.of_problem(problem, extras.params),
+            shown=None if extras.query_blocks is None else shown_blocks(extras.query_blocks),
+            block_size=problem.block_size,
             dropout_p=problem.dropout_p,
             rng=(0, 0) if extras.rng is None else extras.rng,
         ).packed(extras.cu_seqlens_q, extras.cu_seqlens_k)
@@ -212,6 +219,10 @@ class Semantics:
             hidden = masked if hidden is None else hidden | masked
         if self.bias is not None:
             masked = self._bias_of(block) == -math.inf
+            hidden = masked if hidden is None else hidden | masked
+        if self.shown is not None:
+            rows = torch.arange(block.within.start, block.within.stop, device=device) // self.block_size
+            masked = ~self.shown[:, :, rows][..., keys[0] // self.block_size]
             hidden = masked if hidden is None else hidden | masked
         return hidden
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from autoflash.device import Device
+from autoflash.evaluate.block_maps import timed_blocks
 from autoflash.evaluate.terms import draw_params
 from autoflash.problem import Form, MaskTensor, Pass, Problem
 from autoflash.runtime.bind import bind
@@ -47,8 +48,15 @@ class TimedInputs(NamedTuple):
 
 
 @lru_cache(maxsize=2)
-def timed_inputs(problem: Problem, device: Device, seed: int) -> TimedInputs:
-    """Inputs of a problem, the same for equal seeds. The last two problems are kept."""
+def timed_inputs(problem: Problem, device: Device, seed: int, shown: float = 1.0) -> TimedInputs:
+    """Inputs of a problem, the same for equal seeds. The last two problems are kept.
+
+    Args:
+        problem: Gives the sizes.
+        device: Where they lie.
+        seed: Of the random numbers.
+        shown: Share of the blocks that a block mask shows; all of them, as the problem's operations are counted.
+    """
     dtype = TORCH_TYPES[problem.dtype]
     generator = torch.Generator(device=device.torch_device).manual_seed(seed)
 
@@ -60,7 +68,7 @@ def timed_inputs(problem: Problem, device: Device, seed: int) -> TimedInputs:
     k = normal(problem.kv_heads, problem.rows_k, problem.head_dim)
     v = normal(problem.kv_heads, problem.rows_k, problem.head_dim_v)
     dout = normal(problem.heads, problem.rows_q, problem.head_dim_v)
-    extras = _extras(problem, generator, dtype, seed)
+    extras = _extras(problem, generator, dtype, seed, shown)
     if problem.op is Pass.FORWARD:
         out = torch.empty_like(dout)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
@@ -72,7 +80,7 @@ def timed_inputs(problem: Problem, device: Device, seed: int) -> TimedInputs:
     return TimedInputs(q=q, k=k, v=v, out=out, lse=lse, dout=dout, extras=extras)
 
 
-def _extras(problem: Problem, generator: torch.Generator, dtype: torch.dtype, seed: int) -> Extras:
+def _extras(problem: Problem, generator: torch.Generator, dtype: torch.dtype, seed: int, shown: float) -> Extras:
     device = generator.device
     cu_seqlens_q = cu_seqlens_k = None
     if problem.is_varlen:
@@ -81,6 +89,8 @@ def _extras(problem: Problem, generator: torch.Generator, dtype: torch.dtype, se
             torch.tensor(_borders(shares, rows), dtype=torch.int32, device=device)
             for rows in (problem.rows_q, problem.rows_k)
         )
+    params = draw_params(problem, device=str(device))
+    blocks = timed_blocks(problem, params, shown, generator) if problem.block_size else None
     return Extras(
         mask=_mask(problem, generator, dtype),
         cu_seqlens_q=cu_seqlens_q,
@@ -89,7 +99,9 @@ def _extras(problem: Problem, generator: torch.Generator, dtype: torch.dtype, se
         alibi_slopes=torch.rand(1, problem.heads, generator=generator, device=device) if problem.alibi else None,
         bias=_bias(problem, generator, dtype),
         sinks=torch.randn(problem.heads, generator=generator, device=device) if problem.sinks else None,
-        params=draw_params(problem, device=str(device)),
+        query_blocks=None if blocks is None else blocks.queries,
+        key_blocks=None if blocks is None else blocks.keys,
+        params=params,
     )
 
 

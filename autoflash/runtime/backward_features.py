@@ -18,6 +18,7 @@ from autoflash.runtime.layouts import MaskOperand, Operand, reach, usual_bias_sh
 from autoflash.runtime.params import ParamOperand, as_kernels_read, has_params, param_operands, usual_params
 
 _LOG2_E = math.log2(math.e)
+_BLOCKS = ("query_blocks", "key_blocks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,14 @@ def feature_arguments(problem: Problem, scale: float, placed: Mapping[str, Opera
         tensors.append(("rng", TensorArgument(name="rng_ptr", dtype="i64", aligned=False)))
         numbers.append((NumberArgument(name="threshold", type="i64"), dropout.threshold(problem.dropout_p)))
         numbers.append((NumberArgument(name="keep_scale", type="fp32"), dropout.keep_scale(problem.dropout_p)))
+    if Feature.BLOCK_MASK in features:
+        for name in _BLOCKS:
+            tensors.append((name, TensorArgument(name=f"{name}_ptr", dtype="i32", aligned=False)))
+            strides = placed[name].strides if name in placed else (0, 0)
+            numbers += [
+                (NumberArgument(name=f"stride_{name}_{dim}"), stride) for dim, stride in zip("bh", strides, strict=True)
+            ]
+        constants["SPARSE_BLOCK"] = problem.block_size
     if Feature.VARLEN in features:
         tensors += [_lengths("cu_q"), _lengths("cu_k")]
         packed = packed_arguments(problem, padding)
@@ -137,6 +146,7 @@ def mask_operands(problem: Problem, extras: Extras) -> dict[str, Operand]:
         "sinks": problem.sinks,
         "bias": problem.bias,
         "alibi_slopes": problem.alibi,
+        **dict.fromkeys(_BLOCKS, problem.block_size > 0),
     }
     missing = [name for name, is_wanted in wanted.items() if is_wanted and getattr(extras, name) is None]
     if missing:
@@ -146,6 +156,10 @@ def mask_operands(problem: Problem, extras: Extras) -> dict[str, Operand]:
     if problem.alibi and extras.alibi_slopes is not None:
         stride = slopes_stride(problem, extras)
         placed["slopes"] = Operand(shape=tuple(extras.alibi_slopes.shape), strides=(stride, 1), is_dense=False)
+    for name in _BLOCKS:
+        lists = getattr(extras, name)
+        if problem.block_size and lists is not None:
+            placed[name] = Operand(shape=tuple(lists.shape), strides=blocks_strides(lists), is_dense=False)
     return placed | {param.name: _placed_param(param) for param in param_operands(problem, extras)}
 
 
@@ -153,6 +167,12 @@ def slopes_stride(problem: Problem, extras: Extras) -> int:
     """From the slopes of one batch entry to those of the next, in elements."""
     slopes = extras.alibi_slopes
     return 0 if slopes is None or slopes.shape[0] == 1 else problem.heads
+
+
+def blocks_strides(lists: Tensor) -> tuple[int, int]:
+    """From the lists of one batch entry, or head, to those of the next, in elements; 0 where they are shared."""
+    batch, heads, rows, width = lists.shape
+    return 0 if batch == 1 else heads * rows * width, 0 if heads == 1 else rows * width
 
 
 def knows_layouts(problem: Problem, extras: Extras) -> bool:
@@ -182,7 +202,8 @@ def in_order(extras: Extras) -> tuple[Tensor | None, ...]:
     mask, params = extras.mask, as_kernels_read(extras.params)
     if mask is not None and mask.dtype is torch.bool:
         mask = mask.view(torch.uint8)
-    return mask, extras.bias, extras.alibi_slopes, extras.rng, extras.cu_seqlens_q, extras.cu_seqlens_k, *params
+    single = (mask, extras.bias, extras.alibi_slopes, extras.rng, extras.cu_seqlens_q, extras.cu_seqlens_k)
+    return *single, extras.query_blocks, extras.key_blocks, *params
 
 
 def _lengths(name: str) -> tuple[str, TensorArgument]:

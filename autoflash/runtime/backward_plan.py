@@ -21,7 +21,8 @@ from autoflash.space.cost import column_blocks, splits_heads
 from autoflash.variant import Choices, Variant
 
 _PLAIN_TENSORS = ("q", "k", "v", "out", "lse", "dout", "dlse", "log2_sum", "delta", "acc", "dq", "dk", "dv")
-TENSORS = (*_PLAIN_TENSORS, "mask", "bias", "slopes", "rng", "cu_q", "cu_k", "dbias", "dslopes")
+_FEATURE_TENSORS = ("mask", "bias", "slopes", "rng", "cu_q", "cu_k", "query_blocks", "key_blocks")
+TENSORS = (*_PLAIN_TENSORS, *_FEATURE_TENSORS, "dbias", "dslopes")
 """Every tensor of a backward call but the parameters of expressions, which come before ``dbias``, and what the kernels
 of their gradients write, which comes last; a step names those that it takes by their position among them all."""
 
@@ -144,10 +145,15 @@ def _stream_rows(problem: Problem) -> int:
 
 
 def _padding(problem: Problem, variant: Variant) -> int:
-    """Rows of the largest tile of queries of any kernel; all are powers of two."""
+    """Rows of the largest tile of queries of any kernel, or of the blocks of a block mask; all are powers of two."""
     has_terms = problem.bias_gradient or problem.alibi_gradient or problem.params_gradient
     terms = [_term_rows(problem, variant)] if has_terms else []
-    return max(_stream_rows(problem), *terms, *(variant.config.number(name) for name in _row_knobs(variant)))
+    return max(
+        _stream_rows(problem),
+        problem.block_size,
+        *terms,
+        *(variant.config.number(name) for name in _row_knobs(variant)),
+    )
 
 
 def _term_rows(problem: Problem, variant: Variant) -> int:
@@ -192,8 +198,13 @@ class _Planner:
         self._names = (*TENSORS[:_GIVEN], *(param.name for param in params), *TENSORS[_GIVEN:], *written)
         self._packing = backward_features.packed_arguments(problem, padding)
         fills = not problem.is_varlen
-        even_m = fills and all(problem.seqlen_q % self._config.number(name) == 0 for name in _row_knobs(variant))
-        even_n = fills and all(problem.seqlen_k % self._config.number(name) == 0 for name in _key_knobs(variant))
+        # The last block of a block mask is visited to its end.
+        rows, keys = (
+            [problem.block_size or self._config.number(name) for name in knobs]
+            for knobs in (_row_knobs(variant), _key_knobs(variant))
+        )
+        even_m = fills and all(problem.seqlen_q % length == 0 for length in rows)
+        even_n = fills and all(problem.seqlen_k % length == 0 for length in keys)
         self._shared_constants: dict[str, Constant] = {
             **width_constants(problem, self._structure),
             **dict(self._features.constants),

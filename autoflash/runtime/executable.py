@@ -32,6 +32,9 @@ class Extras(NamedTuple):
         bias: Added to the scores after the softcap, fp16, bf16 or fp32; of rank 4, and not expanded: each size is that
             of [B, H, M, N], or 1.
         alibi_slopes: [B, H] or [1, H], float32, contiguous; of packed sequences, B is their number.
+        query_blocks: For each block of queries a list of the blocks of keys that a block mask shows it, [B or 1, H or
+            1, M blocks, N blocks + 2], int32, contiguous: :mod:`autoflash.runtime.block_map` says how.
+        key_blocks: Likewise of blocks of queries for each block of keys.
         params: What the problem's expressions read, by name: float32, int32 or bool, with the strides that the call
             was prepared with.
     """
@@ -43,6 +46,8 @@ class Extras(NamedTuple):
     sinks: Tensor | None = None
     bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    query_blocks: Tensor | None = None
+    key_blocks: Tensor | None = None
     params: tuple[Tensor, ...] = ()
 
     def replaced(self, terms: Mapping[str, Tensor]) -> Extras:

@@ -20,6 +20,7 @@ from autoflash.device import Device
 from autoflash.errors import InvalidProblemError, UnsupportedError
 from autoflash.problem import Alignment, Feature, Form, Problem
 from autoflash.runtime import dropout
+from autoflash.runtime.block_map import shown_blocks
 from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS, BackwardCall, Extras, ForwardCall, TermGradients
 from autoflash.runtime.layouts import strides_in_order_of
 from autoflash.runtime.load import load
@@ -37,6 +38,7 @@ _EXTRAS = {
     Feature.BIAS: ("bias",),
     Feature.SINKS: ("sinks",),
     Feature.DROPOUT: ("rng",),
+    Feature.BLOCK_MASK: ("query_blocks",),
 }
 _TERMS = {Feature.SINKS: "sinks", Feature.ALIBI_GRADIENT: "alibi_slopes", Feature.BIAS_GRADIENT: "bias"}
 
@@ -191,6 +193,8 @@ class TorchTiled:
         given: dict[str, Any] = {name: getattr(extras, name) for name in self._extras}
         if "bias" in given:
             given["bias"] = given["bias"].expand(*q.shape[:3], k.shape[2])
+        if "query_blocks" in given:
+            given["blocks"] = shown_blocks(given.pop("query_blocks"))
         return given | ({"params": extras.params} if self._params else {})
 
     def _wanted(self, terms: TermGradients) -> dict[str, Any]:
@@ -224,6 +228,8 @@ def _numbers(problem: Problem) -> dict[str, Any]:
         numbers["softcap"] = problem.softcap
     if problem.has_window:
         numbers["window"] = _reach(problem)
+    if problem.block_size:
+        numbers["block_size"] = problem.block_size
     if problem.dropout_p:
         numbers["threshold"] = dropout.threshold(problem.dropout_p)
         numbers["keep_scale"] = dropout.keep_scale(problem.dropout_p)

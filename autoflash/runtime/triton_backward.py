@@ -161,7 +161,8 @@ class TritonBackward(CompiledExecutable):
         q, k, v, dout = tensors
         operands = self._operands(problem, q, k, v, dout)
         operands["out"] = _in_order_of(_shapes(problem)["out"], q, problem)
-        if any(x is not None for x in (extras.mask, extras.bias, extras.alibi_slopes)) or extras.params:
+        given = (extras.mask, extras.bias, extras.alibi_slopes, extras.query_blocks)
+        if any(x is not None for x in given) or extras.params:
             operands |= mask_operands(problem, extras)
         steps = self.steps(problem, operands, 1.0, has_dlse=False)
         return all(step.plan in self._kernels for step in steps)
@@ -220,7 +221,8 @@ class _Call:
         self._problem = problem
         self._operands = operands
         self._scale = scale
-        self._has_mask = any(name in operands for name in ("mask", "bias", "slopes")) or has_params(problem)
+        placed = ("mask", "bias", "slopes", "query_blocks")
+        self._has_mask = any(name in operands for name in placed) or has_params(problem)
         self._slopes_sums = executable.slopes_sums_shape(problem) if problem.alibi_gradient else ()
         self._bias_sums = bias_sums_shape(problem, operands["bias"].shape) if problem.bias_gradient else None
         self._look_ups = look_ups(problem)

@@ -12,7 +12,7 @@ from autoflash.device import Device
 from autoflash.errors import InvalidProblemError, NoKernelError
 from autoflash.problem import Alignment, Form, MaskTensor, Problem
 from autoflash.runtime import dropout, launch
-from autoflash.runtime.backward_features import knows_layouts, slopes_stride
+from autoflash.runtime.backward_features import blocks_strides, knows_layouts, slopes_stride
 from autoflash.runtime.compiled import CompiledExecutable
 from autoflash.runtime.executable import NO_EXTRAS, Extras, ForwardCall
 from autoflash.runtime.launch import KernelPlan, Launch, Layout, Number, NumberArgument, TensorArgument
@@ -100,12 +100,16 @@ def forward_plan(
     if problem.alibi:
         tensors.append(TensorArgument(name="slopes_ptr", dtype="fp32", aligned=False))
         strides.append(NumberArgument(name="stride_slopes_b"))
+    if problem.block_size:
+        strides += [NumberArgument(name=f"stride_blocks_{dim}") for dim in "bh"]
     if problem.sinks:
         tensors.append(TensorArgument(name="sinks_ptr", dtype="fp32", aligned=False))
     for param in params:
         tensors.append(param.tensor)
         strides += param.numbers()
         constants |= param.constants()
+    if problem.block_size:
+        tensors.append(TensorArgument(name="blocks_ptr", dtype="i32", aligned=False))
     if problem.dropout_p:
         tensors.append(TensorArgument(name="rng_ptr", dtype="i64", aligned=False))
     if problem.is_varlen:
@@ -134,7 +138,8 @@ def workspace(problem: Problem, variant: Variant) -> Workspace:
 def _constants(problem: Problem, variant: Variant, scale_sign: int) -> dict[str, launch.Constant]:
     block_m, block_n = variant.config.number("BLOCK_M"), variant.config.number("BLOCK_N")
     even_m = not problem.is_varlen and problem.seqlen_q % block_m == 0
-    even_n = not problem.is_varlen and problem.seqlen_k % block_n == 0
+    # The last block of a block mask is visited to its end.
+    even_n = not problem.is_varlen and problem.seqlen_k % (problem.block_size or block_n) == 0
     constants: dict[str, launch.Constant] = {
         **width_constants(problem, variant.structure),
         "BLOCK_M": block_m,
@@ -145,6 +150,8 @@ def _constants(problem: Problem, variant: Variant, scale_sign: int) -> dict[str,
         "SCALE_SIGN": scale_sign,
         "PRECISION": "tf32" if problem.tf32 else "ieee",
     }
+    if problem.block_size:
+        constants["SPARSE_BLOCK"] = problem.block_size
     if problem.is_varlen:
         constants["BOTTOM_RIGHT"] = problem.alignment is Alignment.BOTTOM_RIGHT
     return constants
@@ -260,7 +267,9 @@ class TritonForward(CompiledExecutable):
         if problem.is_empty:
             _given(extras, _wanted_extras(problem))
             return empty_forward(operands[3])
-        numbers = (slopes_stride(problem, extras),) if problem.alibi else ()
+        numbers: tuple[int, ...] = (slopes_stride(problem, extras),) if problem.alibi else ()
+        if extras.query_blocks is not None:
+            numbers += blocks_strides(extras.query_blocks)
         params = param_operands(problem, extras)
         return self._prepare(problem, operands, _added_of(problem, extras), params, scale, numbers)
 
@@ -421,9 +430,10 @@ def _wanted_extras(problem: Problem) -> tuple[str, ...]:
     slopes = ("alibi_slopes",) if problem.alibi else ()
     sinks = ("sinks",) if problem.sinks else ()
     params = ("params",) if has_params(problem) else ()
+    blocks = ("query_blocks",) if problem.block_size else ()
     rng = ("rng",) if problem.dropout_p else ()
     offsets = ("cu_seqlens_q", "cu_seqlens_k") if problem.is_varlen else ()
-    return (*mask, *bias, *slopes, *sinks, *params, *rng, *offsets)
+    return (*mask, *bias, *slopes, *sinks, *params, *blocks, *rng, *offsets)
 
 
 def _given(extras: Extras, names: Sequence[str]) -> list[Tensor]:

@@ -31,7 +31,7 @@ class Asked:
 
     Attributes:
         window: Left and right bound; None has no bound there.
-        softcap, score_mod, mask_mod, params_gradient, mask_tensor: As in :class:`Problem`.
+        softcap, score_mod, mask_mod, params_gradient, block_size, mask_tensor: As in :class:`Problem`.
         alibi, alibi_gradient, bias, bias_gradient, sinks, dropout_p: As in :class:`Problem`.
         packed: Sequences are packed one after the other.
     """
@@ -41,6 +41,7 @@ class Asked:
     score_mod: str = ""
     mask_mod: str = ""
     params_gradient: bool = False
+    block_size: int = 0
     dropout_p: float = 0.0
     mask_tensor: MaskTensor = MaskTensor.NONE
     alibi: bool = False
@@ -63,6 +64,7 @@ class Asked:
             score_mod=self.score_mod,
             mask_mod=self.mask_mod,
             params_gradient=self.params_gradient,
+            block_size=self.block_size,
             dropout_p=self.dropout_p,
             mask_tensor=self.mask_tensor,
             alibi=self.alibi,

@@ -139,7 +139,7 @@ def families(op: Pass, device: Device, features: tuple[Feature, ...] = ()) -> tu
         return (Family.TORCH_TILED,)
     if device.arch == "sm_90" and not features:
         return (Family.GLUON_SM90, Family.TRITON, Family.TORCH_TILED)
-    return (Family.TRITON, Family.TORCH_TILED)
+    return (Family.TORCH_TILED,) if constraint.is_left_to_torch(features) else (Family.TRITON, Family.TORCH_TILED)
 
 
 def search_space(cell: Cell, device: Device, family: Family) -> SearchSpace:
@@ -289,6 +289,10 @@ def _forward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
     structure = Part.STRUCTURE
     rows, steps = _owned(cell, cell.q_bucket), _stepped(cell, cell.k_bucket)
     loads = ("pointer", "tma") if device.has_tma else ("pointer",)
+    mask_loops = ("split", "branch") if hides else ("split",)
+    if hides and Feature.BLOCK_MASK in cell.features:
+        # The blocks of a list do not stand in the order of what positions hide.
+        mask_loops = ("branch",)
     return (
         Knob(name="loop_order", part=structure, values=("query_outer", "key_outer"), default="query_outer"),
         Knob(name="loads", part=structure, values=loads, default="pointer", applies=_query_outer),
@@ -311,8 +315,8 @@ def _forward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
         Knob(
             name="mask_loops",
             part=structure,
-            values=("split", "branch") if hides else ("split",),
-            default="split",
+            values=mask_loops,
+            default=mask_loops[0],
             applies=_query_outer,
         ),
         Knob(

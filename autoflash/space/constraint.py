@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from autoflash.device import Device, DeviceKind
 from autoflash.expression.sharing import scattered_parameters
-from autoflash.problem import Cell, DType, Feature, Pass, features_text
+from autoflash.problem import LEAST_BLOCK, Cell, DType, Feature, Pass, features_text
 from autoflash.space import cost, hopper
 from autoflash.variant import Family, Variant
 
 # A thread of an NVIDIA GPU has 255 registers, one of CDNA 512 (256 of them accumulators).
 _REGISTERS = {DeviceKind.CUDA: 255, DeviceKind.HIP: 512, DeviceKind.CPU: 0}
+
+_TERM_GRADIENTS = frozenset({Feature.ALIBI_GRADIENT, Feature.BIAS_GRADIENT, Feature.PARAMS_GRADIENT})
 
 
 def why_not(variant: Variant, cell: Cell, device: Device) -> str | None:
@@ -26,6 +28,11 @@ def why_not(variant: Variant, cell: Cell, device: Device) -> str | None:
     return None
 
 
+def is_left_to_torch(features: tuple[Feature, ...]) -> bool:
+    """Whether only tiled torch does it: gradients of terms beside a block mask, whose lists no kernel of theirs walks."""
+    return Feature.BLOCK_MASK in features and not _TERM_GRADIENTS.isdisjoint(features)
+
+
 def why_unable(variant: Variant, cell: Cell) -> str | None:
     """Why a variant's templates do not do what a cell asks for beyond plain attention; None where they do."""
     if not cell.features:
@@ -37,11 +44,26 @@ def why_unable(variant: Variant, cell: Cell) -> str | None:
         return None
     if cell.op is Pass.FORWARD and variant.structure.get("loop_order") == "key_outer":
         return f"the forward with keys outside does plain attention, not {asked}"
+    if is_left_to_torch(cell.features):
+        return f"triton kernels do not do {asked} together"
     if Feature.VARLEN in cell.features and variant.structure.get("loads") == "tma":
         return "a tensor descriptor knows no ends of packed sequences"
     if cell.deterministic and Feature.PARAMS_GRADIENT in cell.features:
         scattered = scattered_parameters(cell.score_mod)
-        return f"atomic additions to the gradient of {scattered[0]} are not deterministic" if scattered else None
+        if scattered:
+            return f"atomic additions to the gradient of {scattered[0]} are not deterministic"
+    if Feature.BLOCK_MASK in cell.features:
+        return _block_lists(variant)
+    return None
+
+
+def _block_lists(variant: Variant) -> str | None:
+    """Why a variant does not walk over the blocks of a block mask; None where it does."""
+    if variant.structure.get("pv_order") == "under_next_softmax":
+        return "a forward that works ahead does not walk over the lists of a block mask"
+    for name, number in variant.config.items():
+        if name.startswith("BLOCK_") and isinstance(number, int) and LEAST_BLOCK % number:
+            return f"{name}={number} does not divide the blocks of a block mask, which are {LEAST_BLOCK} or more"
     return None
 
 

@@ -50,6 +50,7 @@ def test_each_option_asks_for_its_feature() -> None:
     assert asked(*arguments.split()) == Asked(window=(127, 0), softcap=30.0, dropout_p=0.1, mask_tensor=MaskTensor.BOOL)
     assert asked("--varlen") == Asked(packed=True)
     assert asked("--sinks") == Asked(sinks=True)
+    assert asked("--block-mask") == Asked(block_size=128)
     assert asked("--alibi") == Asked(alibi=True)
     assert asked("--alibi-gradient") == Asked(alibi=True, alibi_gradient=True)
     assert asked("--bias") == Asked(bias=True)
@@ -90,6 +91,8 @@ def test_a_window_without_bounds_is_refused() -> None:
     [
         ("--bool-mask --float-mask", "give --bool-mask or --float-mask, not both"),
         ("--varlen --float-mask", "--varlen and --float-mask: packed sequences have no mask tensor"),
+        ("--varlen --block-mask", "--varlen and --block-mask: packed sequences have no block mask"),
+        ("--varlen --bias", "--varlen and --bias: packed sequences have no bias"),
         ("--dropout 1", "1.0 is not in the range"),
         ("--softcap -3", "-3.0 is not in the range"),
     ],

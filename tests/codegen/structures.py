@@ -32,6 +32,9 @@ COMBINATIONS = tuple(
         "score_mod,alibi,bias,float_mask,mask_mod",
         "score_mod,params_gradient",
         "score_mod,alibi,bias,mask_mod,params_gradient,alibi_gradient,bias_gradient",
+        "mask_mod,block_mask",
+        "softcap,score_mod,bool_mask,mask_mod,block_mask,window,dropout",
+        "bias,bool_mask,block_mask,sinks",
     )
 )
 """Features that are asked for together: each alone, and as many as go together."""

@@ -229,6 +229,20 @@ def test_windows_and_packed_sequences_are_never_dropped() -> None:
         assert tiers(rungs(VendorPolicy.NEVER, recorded(), cell=make_cell(features=features)))[0] is Tier.DEFAULT
 
 
+def test_a_kernel_that_does_not_walk_over_lists_is_not_borrowed_for_a_block_mask() -> None:
+    able, ahead = make_variant(BLOCK_M=32), make_variant(pv_order="under_next_softmax")
+    choices = [make_ranked(variant=variant) for variant in (ahead, able)]
+
+    candidates = rungs(
+        VendorPolicy.NEVER,
+        make_decision(environment=GPU.environment, choices=choices),
+        cell=make_cell(features=(Feature.BLOCK_MASK,)),
+    )
+
+    assert candidates[0].variant == able
+    assert "without block_mask:" in candidates[0].reason
+
+
 def test_what_cannot_do_the_features_is_not_borrowed() -> None:
     hopper = Here(device=make_device(), environment=make_environment())
     able = make_variant()

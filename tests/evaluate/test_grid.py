@@ -16,6 +16,7 @@ SOFTCAP = {"softcap": 50.0}
 BOOL = {"mask_tensor": MaskTensor.BOOL}
 FLOAT = {"mask_tensor": MaskTensor.FLOAT}
 DROPOUT = {"dropout_p": 0.1}
+BLOCKS = {"block_size": 128}
 PACKED = {"packed_q": 9000, "packed_k": 9000}
 COMBINATIONS = [
     {},
@@ -25,6 +26,7 @@ COMBINATIONS = [
     FLOAT,
     DROPOUT,
     PACKED,
+    BLOCKS,
     WINDOW | SOFTCAP | FLOAT | DROPOUT,
     WINDOW | SOFTCAP | PACKED | DROPOUT,
 ]
@@ -47,6 +49,16 @@ def test_every_case_has_the_form_type_and_head_dims_of_the_problem(dtype, op, ma
     assert {Form.of(case.problem) for case in cases} == {Form.of(problem)}
     assert {(case.problem.dtype, case.problem.head_dim, case.problem.head_dim_v) for case in cases} == {(dtype, 96, 48)}
     assert len({str(case) for case in cases[:-1]}) == len(cases) - 1
+
+
+def test_the_grid_has_block_masks_of_several_sizes_and_some_block_is_shown():
+    cases = full_cases(problem_of(BLOCKS, op=Pass.FORWARD, dtype=DType.FP32))
+
+    assert {case.problem.block_size for case in cases} == {128, 256, 512}
+    for case in cases:
+        lists = draw_case(case, "cpu").extras.query_blocks
+        assert lists is not None
+        assert lists.numel() == 0 or case.problem.is_empty or bool((lists[..., 1] > 0).any())
 
 
 @pytest.mark.parametrize("features", COMBINATIONS)

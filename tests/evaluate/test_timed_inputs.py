@@ -5,6 +5,7 @@ import torch
 
 from autoflash.evaluate.timed_inputs import timed_inputs
 from autoflash.problem import DType, Mask, MaskTensor, Pass, Problem
+from autoflash.runtime.block_map import shown_blocks
 from autoflash.runtime.executable import NO_EXTRAS
 from tests.factories import make_device, make_problem
 
@@ -71,6 +72,19 @@ def test_a_mask_is_shared_by_the_heads_of_a_sequence(kind: MaskTensor, dtype: DT
     assert mask is not None
     assert (mask.dtype, tuple(mask.shape), mask.stride(1)) == (expected, (2, 4, 32, 48), 0)
     assert torch.any(mask != mask[0, 0, 0, 0])
+
+
+def test_a_block_mask_shows_every_block_or_the_same_share_to_each_row() -> None:
+    problem = make_problem(dtype=DType.FP32, batch=2, heads=2, seqlen_q=512, seqlen_k=1000, head_dim=16)
+    problem = problem.replace(block_size=128)
+
+    whole, half = (timed_inputs(problem, CPU, 0, share).extras.query_blocks for share in (1.0, 0.5))
+
+    assert whole is not None
+    assert half is not None
+    assert shown_blocks(whole).all()
+    assert shown_blocks(half).sum(dim=-1).tolist() == [[[4, 4, 4, 4]]]
+    assert not torch.equal(half[0, 0, 0], half[0, 0, 1])
 
 
 def test_a_backward_gets_what_the_forward_with_the_same_features_gives() -> None:

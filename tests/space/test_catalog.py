@@ -7,9 +7,9 @@ import pytest
 
 from autoflash.device import CROSS_TARGETS, Device, DeviceKind
 from autoflash.problem import Cell, DType, Feature, Mask, Parallelism, Pass
-from autoflash.space import catalog, cost
+from autoflash.space import catalog, constraint, cost
 from autoflash.variant import Choices, Family, Variant
-from tests.factories import make_cell
+from tests.factories import make_cell, make_variant
 
 CPU = Device(kind=DeviceKind.CPU, name="cpu", arch="x86_64", multiprocessors=2, shared_bytes=0, warp_size=1)
 _H200 = CROSS_TARGETS["sm_90"]
@@ -20,6 +20,7 @@ _FEATURES = (
     (Feature.BOOL_MASK,),
     (Feature.WINDOW,),
     (Feature.DROPOUT,),
+    (Feature.BLOCK_MASK,),
     (Feature.SOFTCAP, Feature.FLOAT_MASK, Feature.WINDOW, Feature.DROPOUT),
 )
 _HEAD_DIMS = (8, 16, 40, 64, 72, 80, 96, 112, 128, 160, 192, 256)
@@ -315,6 +316,44 @@ def test_packed_sequences_are_loaded_by_pointer_and_the_others_by_either(op: Pas
 
     assert loads[Feature.VARLEN,] == {"pointer"}
     assert loads[Feature.WINDOW,] == loads[Feature.FLOAT_MASK,] == {"pointer", "tma"}
+
+
+@pytest.mark.parametrize("op", list(Pass))
+def test_kernels_that_walk_over_lists_mask_as_their_blocks_stand_and_take_tiles_that_divide_them(op: Pass) -> None:
+    asked = (Feature.BLOCK_MASK,)
+    cell = make_cell(op=op, dtype=DType.FP32, head_dim=128, mask=Mask.CAUSAL, features=asked)
+    variants = catalog.search_space(cell, _H200, Family.TRITON).variants()
+
+    assert {variant.structure["loads"] for variant in variants} == {"pointer", "tma"}
+    for variant in variants:
+        tiles = [number for name, number in variant.config.items() if name.startswith("BLOCK_")]
+        assert all(isinstance(tile, int) and 128 % tile == 0 for tile in tiles)
+        if op is Pass.FORWARD:
+            assert (variant.structure["pv_order"], variant.structure["mask_loops"]) == ("after_softmax", "branch")
+
+
+def test_what_does_not_walk_over_lists_says_so() -> None:
+    cell = make_cell(head_dim=128, features=(Feature.BLOCK_MASK,))
+
+    ahead = make_variant(pv_order="under_next_softmax")
+    wide = make_variant(BLOCK_N=256)
+
+    assert "works ahead" in (constraint.why_unable(ahead, cell) or "")
+    assert "BLOCK_N=256 does not divide" in (constraint.why_unable(wide, cell) or "")
+    assert constraint.why_unable(make_variant(), cell) is None
+
+
+@pytest.mark.parametrize(
+    ("feature", "gradient"),
+    [
+        (Feature.BIAS, Feature.BIAS_GRADIENT),
+        (Feature.ALIBI, Feature.ALIBI_GRADIENT),
+        (Feature.SCORE_MOD, Feature.PARAMS_GRADIENT),
+    ],
+)
+def test_gradients_of_terms_beside_a_block_mask_are_left_to_torch(feature: Feature, gradient: Feature) -> None:
+    assert catalog.families(Pass.BACKWARD, _H200, (feature, Feature.BLOCK_MASK, gradient)) == (Family.TORCH_TILED,)
+    assert catalog.families(Pass.BACKWARD, _H200, (feature, Feature.BLOCK_MASK))[0] is Family.TRITON
 
 
 def test_a_window_has_the_choices_of_a_causal_mask() -> None:
