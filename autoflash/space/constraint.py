@@ -29,7 +29,7 @@ def why_not(variant: Variant, cell: Cell, device: Device) -> str | None:
 
 
 def is_left_to_torch(features: tuple[Feature, ...]) -> bool:
-    """Whether only tiled torch does it: gradients of terms beside a block mask, whose lists no kernel of theirs walks."""
+    """Whether only tiled torch does it: gradients of terms beside a block mask: their kernels walk no lists."""
     return Feature.BLOCK_MASK in features and not _TERM_GRADIENTS.isdisjoint(features)
 
 
