@@ -64,3 +64,60 @@ def test_the_cpu_build_is_tried_first_then_its_own_index_then_the_default(tmp_pa
     assert ["constraints-cpu" in call for call in calls] == [True, True, False]
     assert ["whl/cpu" in call for call in calls] == [False, True, False]
     assert "default build" in done.stdout
+
+
+def _sanitize(path: Path, log: str, *arguments: str, rc: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run scripts/sanitize with a sanitizer that notes its command and writes a log."""
+    told = 'for word; do case "$word" in */%p) log=${word%/%p};; esac; done'
+    _program(path / "compute-sanitizer", f'echo "$@" > {path}/command; {told}; {log}; exit {rc}')
+    return subprocess.run(
+        ["/bin/bash", str(SCRIPTS / "sanitize"), *arguments],
+        env={"PATH": f"{path}:/usr/bin:/bin", "HOME": str(path)},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_clean_run_of_the_sanitizer_says_so(tmp_path: Path) -> None:
+    done = _sanitize(tmp_path, 'echo "= ERROR SUMMARY: 0 errors" > $log/1', "memcheck", "--jobs", "8")
+
+    assert (done.returncode, done.stdout) == (0, "memcheck: nothing found in 1 processes\n")
+    assert "--tool memcheck" in (command := (tmp_path / "command").read_text())
+    assert command.endswith("verify --all --jobs 8\n")
+
+
+def test_races_are_asked_of_the_triton_family_alone(tmp_path: Path) -> None:
+    done = _sanitize(tmp_path, 'echo "= RACECHECK SUMMARY: 0 hazards displayed" > $log/1', "racecheck")
+
+    assert done.returncode == 0
+    assert (tmp_path / "command").read_text().endswith("verify --all --family triton\n")
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ('echo "= ERROR SUMMARY: 0 errors" > $log/1; echo "= ERROR SUMMARY: 3 errors" > $log/2', "3 errors"),
+        ('echo "= RACECHECK SUMMARY: 2 hazards displayed (2 errors)" > $log/1', "2 hazards"),
+        (":", "no kernel ran"),
+    ],
+)
+def test_what_the_sanitizer_finds_is_shown_and_fails(tmp_path: Path, log: str, words: str) -> None:
+    done = _sanitize(tmp_path, log, "memcheck")
+
+    assert done.returncode == 1
+    assert words in done.stderr
+
+
+def test_wrong_kernels_fail_a_clean_run_too(tmp_path: Path) -> None:
+    assert _sanitize(tmp_path, 'echo "= ERROR SUMMARY: 0 errors" > $log/1', "memcheck", rc=1).returncode == 1
+
+
+def test_the_sanitizer_needs_a_tool_and_itself(tmp_path: Path) -> None:
+    assert "usage" in _sanitize(tmp_path, ":", "valgrind").stderr
+    done = subprocess.run(
+        ["/bin/bash", str(SCRIPTS / "sanitize"), "memcheck"],
+        env={"PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, "CUDA toolkit" in done.stderr) == (2, True)
