@@ -52,10 +52,18 @@ def accumulator_shape(problem: Problem, variant: Variant) -> tuple[int, ...] | N
 
 
 def workspace(problem: Problem, variant: Variant) -> Workspace:
-    """What a call allocates for itself."""
+    """What a call allocates for itself, where a bias is shared by the batch at most.
+
+    A parameter of an expression takes a float32 copy of its gradient beside, of a size that the problem does not say.
+    """
     if problem.is_empty:
         return ()
-    return row_workspace(problem, padded_rows(problem, variant), accumulator_shape(problem, variant))
+    rows = row_workspace(problem, padded_rows(problem, variant), accumulator_shape(problem, variant))
+    slopes = 4 * math.prod(slopes_sums_shape(problem, variant)) if problem.alibi_gradient else 0
+    # A sum and the place of its element.
+    params = 12 * sum(math.prod(shape) for shape in param_sums_shapes(problem, variant) if shape)
+    terms = {"shares of the slopes' gradient, float32": slopes, "sums of parameters' gradients, with places": params}
+    return *rows, *(Buffer(name=name, size_bytes=size) for name, size in terms.items() if size)
 
 
 def row_shape(problem: Problem, rows_per_head: int) -> tuple[int, int]:

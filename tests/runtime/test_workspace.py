@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from autoflash.device import CROSS_TARGETS, Device
+from autoflash.evaluate.timed_inputs import timed_inputs
 from autoflash.problem import DType, Form, Mask, MaskTensor, Pass, Problem
 from autoflash.runtime import gluon_backward, launch
 from autoflash.runtime.bind import bind, workspace
-from autoflash.runtime.executable import Executable
+from autoflash.runtime.executable import Executable, TermGradients
 from autoflash.runtime.launch import KernelPlan
 from autoflash.runtime.layouts import TORCH_TYPES
+from autoflash.runtime.probe import probe
 from autoflash.runtime.workspace import Buffer, total_bytes
 from autoflash.variant import Choices, Family, Variant
 from tests import gradients
@@ -137,6 +139,35 @@ def test_a_triton_backward_holds_what_it_says(loop_order: str) -> None:
     sums = 4 * 2 * 6 * 100 * 64 if loop_order == "key_outer" else 0
     assert claimed(problem, variant) == rows + sums
     assert allocated(bind(Form.of(problem), variant, H200), problem) == rows + sums
+
+
+@needs_triton
+@pytest.mark.usefixtures("kernels_that_do_nothing")
+def test_a_gradient_of_slopes_is_in_what_a_triton_backward_holds() -> None:
+    pytest.importorskip("triton")
+    problem = make_problem(op=Pass.BACKWARD, batch=2, heads=6, kv_heads=2, seqlen_q=100, seqlen_k=70, head_dim=64)
+    problem = problem.replace(alibi=True, alibi_gradient=True)
+    variant = gradients.make_variant("split")
+    q, k, v, out, lse, dout, extras = timed_inputs(problem, probe("cpu"), 0)
+    terms = TermGradients.asked_by(problem, extras)
+
+    call = bind(Form.of(problem), variant, H200).prepare_backward(problem, q, k, v, out, dout, SCALE, extras)
+    held = peak_bytes(lambda: call(q, k, v, out, lse, dout, extras=extras, terms=terms))
+
+    # Tiles of 64 queries have a share each.
+    assert claimed(problem, variant) == claimed(problem.replace(alibi_gradient=False), variant) + 4 * 2 * 6 * 2
+    assert held - q.nbytes - k.nbytes - v.nbytes == pytest.approx(claimed(problem, variant), abs=512)
+
+
+def test_sums_of_parameters_are_in_what_a_triton_backward_holds() -> None:
+    problem = make_problem(op=Pass.BACKWARD, batch=2, heads=6, seqlen_q=100, seqlen_k=70, head_dim=64)
+    relative = problem.replace(score_mod="score_mod(n: int 0, t: float 2) = score + t[h, q_idx - kv_idx + n]")
+    variant = gradients.make_variant("split")
+
+    asked = claimed(relative.replace(params_gradient=True), variant)
+
+    # Two tiles of queries and two of keys lie on three diagonals, of 128 differences.
+    assert asked == claimed(relative, variant) + 12 * 2 * 6 * 3 * 128
 
 
 @needs_triton
