@@ -376,7 +376,7 @@ class _Planner:
             self._shared_constants | self._term_tile() | dict(constants),
             programs,
             _TERM_WARPS,
-            1,
+            self._config.number("num_stages_term") if "num_stages_term" in self._config else 1,
         )
 
     def _term_tile(self) -> dict[str, Constant]:

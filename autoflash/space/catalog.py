@@ -362,7 +362,18 @@ def _backward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
         Knob(name="BLOCK_N2", part=config, values=key_steps, default=key_steps[0], applies=_has_query_program),
         Knob(name="num_warps2", part=config, values=(4, 8), default=4, applies=_is_split),
         Knob(name="num_stages2", part=config, values=stages, default=1, applies=_has_query_program),
+        *_term_knobs(cell),
     )
+
+
+def _term_knobs(cell: Cell) -> tuple[Knob, ...]:
+    """Of the kernels of the gradients of a bias, of slopes and of parameters.
+
+    Their tiles are fixed: of 128 rows, three float32 tiles of scores spill by hundreds of bytes in 8 warps.
+    """
+    if constraint.TERM_GRADIENTS.isdisjoint(cell.features):
+        return ()
+    return (Knob(name="num_stages_term", part=Part.CONFIG, values=(1, 2), default=1, came_later=True),)
 
 
 def _schedule(

@@ -11,7 +11,8 @@ from autoflash.variant import Family, Variant
 # A thread of an NVIDIA GPU has 255 registers, one of CDNA 512 (256 of them accumulators).
 _REGISTERS = {DeviceKind.CUDA: 255, DeviceKind.HIP: 512, DeviceKind.CPU: 0}
 
-_TERM_GRADIENTS = frozenset({Feature.ALIBI_GRADIENT, Feature.BIAS_GRADIENT, Feature.PARAMS_GRADIENT})
+TERM_GRADIENTS = frozenset({Feature.ALIBI_GRADIENT, Feature.BIAS_GRADIENT, Feature.PARAMS_GRADIENT})
+"""What has kernels of its own in a backward."""
 
 
 def why_not(variant: Variant, cell: Cell, device: Device) -> str | None:
@@ -30,7 +31,7 @@ def why_not(variant: Variant, cell: Cell, device: Device) -> str | None:
 
 def is_left_to_torch(features: tuple[Feature, ...]) -> bool:
     """Whether only tiled torch does it: gradients of terms beside a block mask: their kernels walk no lists."""
-    return Feature.BLOCK_MASK in features and not _TERM_GRADIENTS.isdisjoint(features)
+    return Feature.BLOCK_MASK in features and not TERM_GRADIENTS.isdisjoint(features)
 
 
 def why_unable(variant: Variant, cell: Cell) -> str | None:

@@ -6,6 +6,7 @@ loses its asynchronous matrix products, is slower.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from autoflash.runtime import launch
 from autoflash.runtime.load import load
 from autoflash.runtime.triton_backward import backward_plans
 from autoflash.trial import Resources, Status
-from autoflash.variant import Variant
+from autoflash.variant import Choices, Variant
 from tests.codegen.structures import LOOK_UPS, MASK_MOD, SCORE_MOD
 from tests.compile.assembler import assembler_says
 from tests.factories import make_device
@@ -266,6 +267,23 @@ def assert_compiles_with(features: str, head_dim: int, variant: Variant, arch: s
     assert {feature.value for feature in problem.features} == set(features.split())
     outcome = compile_variant(problem, variant, make_device(arch))
     assert outcome.status is Status.CORRECT, outcome.detail
+
+
+@pytest.mark.parametrize("loads", ["pointer", "tma"])
+@pytest.mark.parametrize(
+    ("function", "features"),
+    [("backward_bias", "bias bias_gradient"), ("backward_slopes", "alibi alibi_gradient")],
+)
+def test_kernels_of_terms_that_load_ahead_do_not_spill(function: str, features: str, loads: str) -> None:
+    fields = {name: value for feature in features.split() for name, value in FEATURES[feature].items()}
+    problem = _regular(128, Mask.FULL, seqlen_q=1024, seqlen_k=1024, dtype=DType.BF16).replace(**fields)
+    plain = make_variant("split", loads, tiles=(32, 64, 64, 32))
+    ahead = dataclasses.replace(plain, config=Choices(**dict(plain.config.items()), num_stages_term=2))
+
+    one, two = (launch.compiled_resources(_compiled(problem, each, function)) for each in (plain, ahead))
+
+    assert two.spill_bytes == 0
+    assert two.shared_bytes > one.shared_bytes
 
 
 @pytest.mark.parametrize("loop_order", ["split", "key_outer"])

@@ -356,6 +356,18 @@ def test_gradients_of_terms_beside_a_block_mask_are_left_to_torch(feature: Featu
     assert catalog.families(Pass.BACKWARD, _H200, (feature, Feature.BLOCK_MASK))[0] is Family.TRITON
 
 
+def test_kernels_of_terms_may_load_ahead_where_there_are_some() -> None:
+    asked = (Feature.BIAS, Feature.BIAS_GRADIENT)
+    with_terms, without = (
+        catalog.search_space(make_cell(op=Pass.BACKWARD, head_dim=64, features=features), _H200, Family.TRITON)
+        for features in (asked, (Feature.BIAS,))
+    )
+
+    assert {variant.config.get("num_stages_term") for variant in with_terms.variants()} == {None, 2}
+    assert {variant.config.get("num_stages_term") for variant in without.variants()} == {None}
+    assert "num_stages_term" not in with_terms.default().config
+
+
 def test_a_window_has_the_choices_of_a_causal_mask() -> None:
     def choices(features: tuple[Feature, ...], op: Pass) -> set[object]:
         cell = make_cell(op=op, dtype=DType.FP32, head_dim=128, features=features)
