@@ -1,4 +1,7 @@
-"""Every family, structure and feature against float64, beside torch's own attention."""
+"""Every family, structure and feature against float64, beside torch's own attention.
+
+Plain and causal attention go through every combination of choices of a structure, features through every choice.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from autoflash.runtime.bind import bind
 from autoflash.runtime.probe import environment
 from autoflash.space import catalog
 from autoflash.space.catalog import SearchSpace
-from autoflash.variant import Choices, Family, Variant
+from autoflash.variant import Choice, Choices, Family, Variant
 
 # Compiling what is verified, too.
 _TIMEOUT_S = 600.0
@@ -177,6 +180,22 @@ def structures(space: SearchSpace) -> list[Variant]:
     return [variant for _, variant in chosen.values()]
 
 
+def covering(space: SearchSpace) -> list[Variant]:
+    """Of the structures, so many that every choice of every knob is in one of them, each as usual as may be."""
+    usual = space.default().structure
+
+    def changes(variant: Variant) -> int:
+        return sum(usual.get(name) != value for name, value in variant.structure.items())
+
+    seen: set[tuple[str, Choice]] = set()
+    chosen = []
+    for variant in sorted(structures(space), key=changes):
+        if not seen.issuperset(variant.structure.items()):
+            seen.update(variant.structure.items())
+            chosen.append(variant)
+    return chosen
+
+
 def _kernels(device: Device, selection: Selection) -> Iterator[tuple[Problem, Variant]]:
     for feature in selection.features:
         for op in selection.passes:
@@ -186,7 +205,8 @@ def _kernels(device: Device, selection: Selection) -> Iterator[tuple[Problem, Va
                 for family in catalog.families(op, device, problem.features):
                     if selection.family in (None, family):
                         space = catalog.search_space(cell, device, family)
-                        some = [space.default()] if selection.is_quick else structures(space)
+                        every = covering if problem.features else structures
+                        some = [space.default()] if selection.is_quick else every(space)
                         yield from ((problem, variant) for variant in some)
 
 

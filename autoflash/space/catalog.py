@@ -366,6 +366,10 @@ def _backward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
     )
 
 
+def _query_program_loads_ahead(choices: Mapping[str, Choice]) -> bool:
+    return choices["num_stages2"] == 2
+
+
 def _term_knobs(cell: Cell) -> tuple[Knob, ...]:
     """Of the kernels of the gradients of a bias, of slopes and of parameters.
 
@@ -373,7 +377,16 @@ def _term_knobs(cell: Cell) -> tuple[Knob, ...]:
     """
     if constraint.TERM_GRADIENTS.isdisjoint(cell.features):
         return ()
-    return (Knob(name="num_stages_term", part=Part.CONFIG, values=(1, 2), default=1, came_later=True),)
+    # With every other choice, it would double the largest of spaces.
+    knob = Knob(
+        name="num_stages_term",
+        part=Part.CONFIG,
+        values=(1, 2),
+        default=1,
+        applies=_query_program_loads_ahead,
+        came_later=True,
+    )
+    return (knob,)
 
 
 def _schedule(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from autoflash.cli.application import main
-from autoflash.cli.verify_all import structures
+from autoflash.cli.verify_all import covering, structures
 from autoflash.dispatch.buckets import cell_of
 from autoflash.evaluate.worker import Failure, Worker
 from autoflash.problem import DType
@@ -217,3 +217,16 @@ def test_every_structure_of_the_triton_family_has_one_variant() -> None:
     assert len({variant.structure for variant in variants}) == len(variants)
     assert all(space.why_not(variant) is None for variant in variants)
     assert space.default() in variants
+
+
+def test_with_features_every_choice_of_a_structure_is_verified_near_the_usual_ones() -> None:
+    device = make_device("sm_90")
+    cell = cell_of(make_problem(dtype=DType.BF16, seqlen_q=512).replace(softcap=5.0), device)
+    space = catalog.search_space(cell, device, Family.TRITON)
+
+    variants = covering(space)
+
+    every = {choice for variant in space.variants() for choice in variant.structure.items()}
+    assert {choice for variant in variants for choice in variant.structure.items()} == every
+    assert variants[0].structure == space.default().structure
+    assert len(variants) <= len(every)
