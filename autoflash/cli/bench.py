@@ -147,12 +147,9 @@ def _grid(common: Common, device: Device, grid: Grid, flex: bool, out: Path | No
             on_row=lambda row: progress.update(task, advance=1, description=str(cell_of(row.problem, device))),
         )
     report = _report(device, grid, rows)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        kind = [f"group{grid.group}"] if grid.group > 1 else []
-        kind += sorted({feature.value for some in features for feature in some})
-        name = "-".join([device_slug(device.name), *kind])
-        write_table(out / f"{name}.json", bench_json(report), force=True)
+    kind = [f"group{grid.group}"] if grid.group > 1 else []
+    kind += sorted({feature.value for some in features for feature in some})
+    _write(out, "-".join([device_slug(device.name), *kind]), report)
     short = f"{_caption(device, backends)}\n\n{markdown_table(*bench_grid.pivot(rows, backends))}\n"
     if readme is not None:
         _put_into(readme, short)
@@ -175,9 +172,7 @@ def _systems(common: Common, device: Device, grid: Grid, out: Path | None) -> No
         )
     rows: list[Json] = [bench_systems.comparison_json(one) for one in compared]
     report = {**_about(device), "command": "autoflash bench --systems", "problems": rows}
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_table(out / f"systems-{device_slug(device.name)}.json", bench_json(report), force=True)
+    _write(out, f"systems-{device_slug(device.name)}", report)
     if common.json:
         print_json(report)
         return
@@ -196,14 +191,19 @@ def _blocks(common: Common, device: Device, grid: Grid, out: Path | None) -> Non
         )
     found: list[Json] = [bench_blocks.row_json(row) for row in rows]
     report = {**_about(device), "command": plot_blocks.COMMAND, "rows": found}
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_table(out / f"blocks-{device_slug(device.name)}.json", bench_json(report), force=True)
+    _write(out, f"blocks-{device_slug(device.name)}", report)
     if common.json:
         print_json(report)
         return
     for row in rows:
         bench_blocks.print_row(row)
+
+
+def _write(out: Path | None, name: str, report: Json) -> None:
+    """Write a results file into the folder that was asked for, if one was."""
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_table(out / f"{name}.json", bench_json(report), force=True)
 
 
 def bench_json(report: Json) -> str:
