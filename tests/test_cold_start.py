@@ -29,7 +29,7 @@ def _start(arguments: Sequence[str], database: Path, cache: Path) -> subprocess.
         "AUTOFLASH_DB": str(database),
         "AUTOFLASH_CACHE_DIR": str(cache),
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
     return subprocess.Popen(
         [sys.executable, "-m", "autoflash.cli", *arguments],

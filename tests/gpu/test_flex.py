@@ -11,11 +11,17 @@ from autoflash.evaluate.timed_inputs import timed_inputs
 from autoflash.problem import Form, Pass
 from autoflash.runtime.bind import bind
 from autoflash.runtime.executable import TermGradients
+from autoflash.runtime.probe import probe
 from autoflash.variant import Family
 from tests.evaluate.test_flex import FORMS
 from tests.factories import make_problem, make_variant
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return probe("cuda")
 
 
 @pytest.mark.parametrize("form", FORMS)
