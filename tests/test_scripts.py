@@ -99,6 +99,7 @@ def test_races_are_asked_of_the_triton_family_alone(tmp_path: Path) -> None:
         ('echo "= ERROR SUMMARY: 0 errors" > $log/1; echo "= ERROR SUMMARY: 3 errors" > $log/2', "3 errors"),
         ('echo "= RACECHECK SUMMARY: 2 hazards displayed (2 errors)" > $log/1', "2 hazards"),
         (":", "no kernel ran"),
+        ('echo "= ERROR SUMMARY: 0 errors" > $log/1; echo "= Invalid __global__ read" > $log/2', "Invalid"),
     ],
 )
 def test_what_the_sanitizer_finds_is_shown_and_fails(tmp_path: Path, log: str, words: str) -> None:

@@ -160,6 +160,7 @@ def _measured(kernels: Sequence[tuple[Problem, Variant]], device: Device, select
             pool.submit(functools.partial(_measure_in, *kernel, device, selection.is_quick)) for kernel in kernels
         ]
         yield from (future.result() for future in futures)
+        pool.finish()
 
 
 def _measure_in(problem: Problem, variant: Variant, device: Device, is_quick: bool, worker: Worker) -> Row:

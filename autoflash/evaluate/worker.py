@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import select
@@ -23,6 +24,7 @@ T = TypeVar("T")
 
 # A start imports torch, which takes minutes where many processes do so at once.
 _START_TIMEOUT_S = 300.0
+_END_TIMEOUT_S = 60.0
 _TAIL_BYTES = 4096
 
 
@@ -124,6 +126,16 @@ class Worker:
         process = self._process
         if process is not None:
             _signal_group(process)
+
+    def finish(self) -> None:
+        """Let an idle child end by itself, for tools that sum up what they saw of it; kill it where it does not."""
+        self._closed = True
+        if self._requests is not None:
+            self._requests.close()
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_TIMEOUT_S)
+        self.restart()
 
     def close(self) -> None:
         """Kill the child for good."""

@@ -41,6 +41,15 @@ class WorkerPool:
         """Run a task with the worker of a free thread; it is cancelled where the pool is closed meanwhile."""
         return self._threads.submit(self._run, task)
 
+    def finish(self) -> None:
+        """Once every task is done: let the processes end by themselves, for tools that sum up what they saw of them."""
+        with self._lock:
+            self._closed = True
+            workers = list(self._workers)
+        # While their threads live: a child is killed with the thread that started it.
+        with ThreadPoolExecutor(max_workers=len(workers) or 1) as threads:
+            list(threads.map(Worker.finish, workers))
+
     def close(self) -> None:
         """Forget what waits, kill what runs."""
         with self._lock:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
 from concurrent.futures import CancelledError
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +52,17 @@ def test_closing_kills_what_runs_and_forgets_what_waits() -> None:
     assert isinstance(first.result(), Failure)
     with pytest.raises(CancelledError):
         second.result()
+
+
+def test_finished_processes_have_ended_by_themselves(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    with WorkerPool(2, name="test") as pool:
+        for future in [pool.submit(lambda worker: worker.call(_note_at_exit, 60.0, note)) for _ in range(2)]:
+            future.result()
+        pool.finish()
+
+    assert note.read_text().startswith("ended\n")
+
+
+def _note_at_exit(path: Path) -> None:
+    atexit.register(lambda: path.open("a").write("ended\n"))
