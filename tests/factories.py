@@ -51,7 +51,10 @@ _STRUCTURES: dict[tuple[Family, Pass], Choices] = {
 }
 
 # Structure knobs whose default is spelled by leaving them out.
-_UNSPOKEN = {Family.TRITON: {"head_dim_tiles", "rescale", "exp2"}, Family.GLUON_SM90: {"rescale", "exp2"}}
+_UNSPOKEN = {
+    Family.TRITON: {"head_dim_tiles", "rescale", "exp2"},
+    Family.GLUON_SM90: {"rescale", "exp2", "consumer_owns", "s_issue"},
+}
 
 _CONFIGS: dict[tuple[Family, Pass], Choices] = {
     (Family.TRITON, Pass.FORWARD): Choices(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),

@@ -48,7 +48,7 @@ class GluonBackward(TritonBackward):
             return "dq is added up in any order: it is not deterministic"
         operands = {name: Operand.of(tensor) for name, tensor in zip(("q", "k", "v", "dout"), tensors, strict=False)}
         reason = gluon_plan.why_not(problem, self._device, operands)
-        if reason is None and problem.head_dim > 128:
+        if reason is None and problem.head_dim > 128 and not gluon_plan.owns_columns(self._variant):
             reason = f"two accumulators of head_dim {problem.head_dim} are more registers than a consumer has"
         rows = problem.batch * problem.heads * gluon_plan.padded_rows(problem)
         if reason is None and rows > launch.MAX_PROGRAMS:

@@ -27,8 +27,18 @@ _LOG2_E = math.log2(math.e)
 _SECTION_BYTES = 32 * 2**20
 _BACKWARD_SECTION_BYTES = 40 * 2**20
 
-_KEYS_PER_PROGRAM = 128
+_ROW_MULTIPLE = 128
 _STREAM_ROWS = 32
+
+
+def keys_per_program(variant: Variant) -> int:
+    """Keys whose gradients a program of the backward accumulates: 64 by each consumer, or 64 by both together."""
+    return CONSUMER_ROWS if owns_columns(variant) else _BACKWARD_CONSUMERS * CONSUMER_ROWS
+
+
+def owns_columns(variant: Variant) -> bool:
+    """Whether a consumer of the backward accumulates half of the columns of dK and dV; else half of the keys."""
+    return variant.structure.get("consumer_owns") == "columns"
 
 
 def tile_width(head_dim: int) -> int:
@@ -148,7 +158,7 @@ def forward_numbers(problem: Problem, variant: Variant, out: Operand, scale: flo
 
 def padded_rows(problem: Problem) -> int:
     """Rows of the workspaces of a backward for each head: whole tiles of every kernel."""
-    return -(-problem.seqlen_q // _KEYS_PER_PROGRAM) * _KEYS_PER_PROGRAM
+    return -(-problem.seqlen_q // _ROW_MULTIPLE) * _ROW_MULTIPLE
 
 
 def accumulator_shape(problem: Problem) -> tuple[int, ...]:
@@ -202,9 +212,12 @@ def _backward_main(
 ) -> Step:
     config, dtype = variant.config, problem.dtype.value
     width, block_m = tile_width(problem.head_dim), config.number("BLOCK_M")
-    rows = {"q": block_m, "do": block_m, "k": 64, "v": 64, "dk": 64, "dv": 64}
+    by_columns = owns_columns(variant)
+    keys = keys_per_program(variant)
+    rows = {"q": block_m, "do": block_m, "k": keys // 2, "v": keys // 2, "dk": CONSUMER_ROWS, "dv": CONSUMER_ROWS}
     names = {"q": "q", "do": "dout", "k": "k", "v": "v", "dk": "dk", "dv": "dv"}
-    tiles = {name: tile(name, dtype, rows[name], width) for name in rows}
+    owned = {"dk": width // 2, "dv": width // 2} if by_columns else {}
+    tiles = {name: tile(name, dtype, rows[name], owned.get(name, width)) for name in rows}
     layouts = {
         name: descriptor_layout(operands[names[name]].shape, operands[names[name]].strides, problem.dtype.itemsize)
         for name in rows
@@ -215,8 +228,12 @@ def _backward_main(
         name: TensorArgument(name=f"{name}_desc", dtype="fp32", block=(block_m,), shared_layout=_plain(1))
         for name in ("lse", "delta")
     }
-    acc = TensorArgument(name="acc_desc", dtype="fp32", block=(chunk_width // 2, 128), shared_layout=_plain(2))
-    key_blocks = -(-problem.seqlen_k // _KEYS_PER_PROGRAM)
+    acc = (
+        TensorArgument(name="acc_ptr", dtype="fp32")
+        if by_columns
+        else TensorArgument(name="acc_desc", dtype="fp32", block=(chunk_width // 2, 128), shared_layout=_plain(2))
+    )
+    key_blocks = -(-problem.seqlen_k // keys)
     n_heads = problem.batch * problem.kv_heads
     # Query, its gradient's source and the accumulator of the group's heads stay in L2.
     bytes_per_head = problem.group * problem.seqlen_q * width * (2 * problem.dtype.itemsize + 4)
@@ -228,7 +245,7 @@ def _backward_main(
         "DO_STAGES": config.number("do_stages"),
         "CONSUMER_REGISTERS": _REGISTERS[_BACKWARD_CONSUMERS][0],
         "PRODUCER_REGISTERS": _REGISTERS[_BACKWARD_CONSUMERS][1],
-        "RAGGED_N": problem.seqlen_k % _KEYS_PER_PROGRAM != 0,
+        "RAGGED_N": problem.seqlen_k % keys != 0,
     }
     numbers: list[tuple[NumberArgument, Number]] = [
         (NumberArgument(name="n_q"), problem.seqlen_q),
@@ -264,7 +281,7 @@ def _backward_main(
             flat,
             layouts["dk"],
             layouts["dv"],
-            Layout(shape=accumulator_shape(problem), strides=(128, 1)),
+            None if by_columns else Layout(shape=accumulator_shape(problem), strides=(128, 1)),
         ),
         numbers=tuple(number for _, number in numbers),
         programs=n_heads * key_blocks,

@@ -11,7 +11,6 @@ from autoflash.trial import Resources
 from autoflash.variant import Choice, Variant
 
 MAX_HEAD_DIM = 256
-MAX_HEAD_DIM_BACKWARD = 128
 
 _ROWS = 64
 _KEYS = 128
@@ -24,14 +23,14 @@ def width(cell: Cell) -> int:
 
 def knobs(cell: Cell) -> tuple[Knob, ...]:
     """Structure and config knobs of the family for a cell."""
-    return _forward_knobs(cell) if cell.op is Pass.FORWARD else _backward_knobs()
+    return _forward_knobs(cell) if cell.op is Pass.FORWARD else _backward_knobs(cell)
 
 
 def default(cell: Cell) -> dict[str, Choice]:
     """The choices that were fastest on an H200 for the head dimension, as a start."""
-    if cell.op is Pass.BACKWARD:
-        return {"BLOCK_M": 128 if width(cell) == 64 else 64}
     large = width(cell) > 128
+    if cell.op is Pass.BACKWARD:
+        return {"BLOCK_M": 128 if width(cell) == 64 else 64, **({"consumer_owns": "columns"} if large else {})}
     return {
         "q_operand": "shared" if large else "registers",
         "exponentials": "whole" if large else "halves",
@@ -58,6 +57,8 @@ def shared_need(variant: Variant, cell: Cell) -> int:
     if cell.op is Pass.BACKWARD:
         block_m = config.number("BLOCK_M")
         ring = (config.number("q_stages") + config.number("do_stages")) * block_m
+        if _by_columns(variant.structure):
+            return (2 * _ROWS + ring) * columns * 2 + 4 * _ROWS * block_m * 2
         chunk = columns // 2 if block_m == _ROWS else columns
         return (2 * _KEYS + ring) * columns * 2 + 4 * _ROWS * block_m * 2 + 2 * chunk * _ROWS * 4
     consumers = variant.structure.number("consumers")
@@ -112,14 +113,33 @@ def _forward_knobs(cell: Cell) -> tuple[Knob, ...]:
     )
 
 
-def _backward_knobs() -> tuple[Knob, ...]:
+def _backward_knobs(cell: Cell) -> tuple[Knob, ...]:
     structure, config = Part.STRUCTURE, Part.CONFIG
+    owns = Knob(name="consumer_owns", part=structure, values=("keys", "columns"), default="keys", came_later=True)
+    ahead = Knob(
+        name="s_issue",
+        part=structure,
+        values=("own_step", "step_before"),
+        default="own_step",
+        applies=_by_columns,
+        came_later=True,
+    )
     return (
-        Knob(name="dv_issue", part=structure, values=("after_dp", "before_dp"), default="after_dp"),
+        *((owns,) if width(cell) > 128 else ()),
+        *((ahead,) if width(cell) > 128 else ()),
+        Knob(name="dv_issue", part=structure, values=("after_dp", "before_dp"), default="after_dp", applies=_own_keys),
         Knob(name="BLOCK_M", part=config, values=(64, 128), default=64),
         Knob(name="q_stages", part=config, values=(2, 3), default=2),
         Knob(name="do_stages", part=config, values=(2, 3), default=2),
     )
+
+
+def _own_keys(choices: Mapping[str, Choice]) -> bool:
+    return not _by_columns(choices)
+
+
+def _by_columns(choices: Mapping[str, Choice]) -> bool:
+    return choices.get("consumer_owns") == "columns"
 
 
 def _take_turns(choices: Mapping[str, Choice]) -> bool:
@@ -150,9 +170,12 @@ def _forward_why_not(variant: Variant, cell: Cell, shared_bytes: int) -> str | N
 def _backward_why_not(variant: Variant, cell: Cell, shared_bytes: int) -> str | None:
     if cell.deterministic:
         return "dQ is added up in any order: it is not deterministic"
-    if cell.head_dim > MAX_HEAD_DIM_BACKWARD:
-        return f"two accumulators leave registers for head dims up to {MAX_HEAD_DIM_BACKWARD}"
-    if variant.config.number("BLOCK_M") * width(cell) > 128 * 64:
+    by_columns = _by_columns(variant.structure)
+    if width(cell) > 128 and not by_columns:
+        return "two accumulators of 64 keys leave registers for head dims up to 128"
+    if by_columns and variant.config.number("BLOCK_M") != _ROWS:
+        return f"a consumer has the {_ROWS} rows of one wgmma"
+    if not by_columns and variant.config.number("BLOCK_M") * width(cell) > 128 * 64:
         return "scores of so large a tile are more registers than a consumer has"
     return _too_large(variant, cell, shared_bytes)
 

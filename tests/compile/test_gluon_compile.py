@@ -86,6 +86,18 @@ def test_backward_keeps_its_registers(head_dim: int, mask: Mask, block_m: int) -
     assert_tight(problem, variant, main, {240, 24}, spill_bytes)
 
 
+@pytest.mark.parametrize(("head_dim", "mask"), [(256, Mask.FULL), (256, Mask.CAUSAL), (192, Mask.CAUSAL)])
+@pytest.mark.parametrize("s_issue", ["own_step", "step_before"])
+def test_backward_of_wide_heads_keeps_its_registers(s_issue: str, head_dim: int, mask: Mask) -> None:
+    problem = make_problem(op=Pass.BACKWARD, head_dim=head_dim, heads=8, seqlen_q=1000, mask=mask)
+    variant = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD, consumer_owns="columns", s_issue=s_issue)
+
+    main = gluon_plan.backward_plans(problem, variant)[1]
+
+    spill_bytes = 40 if triton_version().startswith("3.6") else 160
+    assert_tight(problem, variant, main, {240, 24}, spill_bytes)
+
+
 def shipped_winners() -> list[Decision]:
     """One decision for each kernel of the family that a shipped row puts first; types of two bytes compile alike."""
     winners = {

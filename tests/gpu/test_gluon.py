@@ -79,6 +79,21 @@ def test_backward_passes_the_gate(device: Device, head_dim: int, block_m: int, m
     assert verification.passed, verification.detail
 
 
+@pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16])
+@pytest.mark.parametrize("mask", list(Mask))
+@pytest.mark.parametrize("head_dim", [192, 256])
+@pytest.mark.parametrize("s_issue", ["own_step", "step_before"])
+def test_backward_of_wide_heads_passes_the_gate(
+    device: Device, s_issue: str, head_dim: int, mask: Mask, dtype: DType
+) -> None:
+    problem = make_problem(op=Pass.BACKWARD, dtype=dtype, head_dim=head_dim, batch=4, heads=8, seqlen_q=2048, mask=mask)
+    variant = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD, consumer_owns="columns", s_issue=s_issue)
+
+    verification = verify(bind(Form(op=Pass.BACKWARD, mask=mask), variant, device), problem, Level.FULL, device=device)
+
+    assert verification.passed, verification.detail
+
+
 @pytest.mark.parametrize(
     ("head_dim", "output"),
     [*((head_dim, output) for head_dim in (64, 80, 96, 128) for output in ("tma", "direct")), (256, "direct")],

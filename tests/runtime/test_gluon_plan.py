@@ -103,6 +103,19 @@ def test_other_architectures_are_refused() -> None:
     assert "sm_90" in (gluon_plan.why_not(make_problem(), CROSS_TARGETS["sm_100"], {}) or "")
 
 
+def test_consumers_that_share_columns_have_64_keys_together_and_store_half_rows() -> None:
+    problem = make_problem(op=Pass.BACKWARD, batch=2, heads=3, seqlen_q=130, head_dim=256)
+    variant = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD, consumer_owns="columns")
+
+    main = gluon_plan.backward_plans(problem, variant)[1]
+
+    blocks = {argument.name: argument.block for argument in main.tensors}
+    assert gluon_plan.keys_per_program(variant) == 64
+    assert blocks["k_desc"] == blocks["v_desc"] == (1, 1, 32, 256)
+    assert blocks["dk_desc"] == blocks["dv_desc"] == (1, 1, 64, 128)
+    assert blocks["acc_ptr"] == ()
+
+
 def test_workspaces_hold_whole_tiles() -> None:
     problem = make_problem(op=Pass.BACKWARD, batch=2, heads=3, seqlen_q=130, head_dim=96)
 
