@@ -53,8 +53,11 @@ _STRUCTURES: dict[tuple[Family, Pass], Choices] = {
 # Structure knobs whose default is spelled by leaving them out.
 _UNSPOKEN = {
     Family.TRITON: {"head_dim_tiles", "rescale", "exp2"},
-    Family.GLUON_SM90: {"rescale", "exp2", "consumer_owns", "s_issue"},
+    Family.GLUON_SM90: {"rescale", "exp2", "consumer_owns", "s_issue", "loop_order"},
 }
+
+# Numbers of structures that are not the default.
+_UNSPOKEN_NUMBERS = {(Family.GLUON_SM90, Pass.BACKWARD): {"BLOCK_N2", "k_stages2", "v_stages2"}}
 
 _CONFIGS: dict[tuple[Family, Pass], Choices] = {
     (Family.TRITON, Pass.FORWARD): Choices(BLOCK_M=64, BLOCK_N=64, num_warps=4, num_stages=2),
@@ -195,13 +198,14 @@ def make_variant(
     structure = structure if structure is not None else _STRUCTURES[family, op]
     config = config if config is not None else _CONFIGS[family, op]
     structural = set(structure) | _UNSPOKEN.get(family, set())
-    unknown = sorted(set(changes) - structural - set(config))
+    numbers = set(config) | _UNSPOKEN_NUMBERS.get((family, op), set())
+    unknown = sorted(set(changes) - structural - numbers)
     if unknown:
         raise ValueError(f"{family.value} has no knob {unknown}")
     return Variant(
         family=family,
         structure=structure.replace(**{name: value for name, value in changes.items() if name in structural}),
-        config=config.replace(**{name: value for name, value in changes.items() if name in config}),
+        config=config.replace(**{name: value for name, value in changes.items() if name in numbers}),
     )
 
 

@@ -18,7 +18,7 @@ from autoflash.problem import Form, Mask
 from autoflash.variant import Choices, Family
 
 # A knob that only some head dims have is set for one of them; the text is the same for all.
-_SPLIT_HEAD_DIM = 80
+_HEAD_DIMS = {"head_dim_tiles": 80, "consumer_owns": 256}
 
 _FOLDERS = {Family.TRITON: "triton", Family.GLUON_SM90: "gluon_sm90", Family.TORCH_TILED: "torch"}
 
@@ -107,7 +107,7 @@ def _command(form: Form, family: Family, structure: Choices) -> str:
     lines = {"score_mod": form.score_mod, "mask_mod": form.mask_mod}
     words += [f"--feature {feature.value}" for feature in form.features if feature.value not in lines]
     words += [f"--{name.replace('_', '-')} {shlex.quote(line)}" for name, line in lines.items() if line]
-    words += [f"--head-dim {_SPLIT_HEAD_DIM}"] if "head_dim_tiles" in structure else []
+    words += [f"--head-dim {head_dim}" for knob, head_dim in _HEAD_DIMS.items() if knob in structure]
     return " ".join([*words, *(f"--set {setting}" for setting in str(structure).split())])
 
 

@@ -30,7 +30,8 @@ def blocks_of(variant: Variant) -> Blocks | None:
         if "BLOCK_N" in config:
             rows = variant.structure.number("consumers") * _CONSUMER_ROWS
             return Blocks(rows=rows, keys=config.number("BLOCK_N"))
-        return Blocks(rows=config.number("BLOCK_M"), keys=_KEYS_PER_PROGRAM)
+        by_columns = variant.structure.get("consumer_owns") == "columns"
+        return Blocks(rows=config.number("BLOCK_M"), keys=_CONSUMER_ROWS if by_columns else _KEYS_PER_PROGRAM)
     return None
 
 
@@ -51,9 +52,10 @@ def traffic_of(problem: Problem, variant: Variant) -> Traffic | None:
         if variant.structure.get("loop_order") == "key_outer":
             return _key_outer_forward(problem, blocks)
         return flash_attention_2(problem, blocks)
-    if variant.family is Family.GLUON_SM90 or variant.structure["loop_order"] == "key_outer":
+    if variant.structure.get("loop_order", "key_outer") == "key_outer":
         return _key_outer_backward(problem, blocks)
-    queries = Blocks(rows=variant.config.number("BLOCK_M2"), keys=variant.config.number("BLOCK_N2"))
+    rows = 2 * _CONSUMER_ROWS if variant.family is Family.GLUON_SM90 else variant.config.number("BLOCK_M2")
+    queries = Blocks(rows=rows, keys=variant.config.number("BLOCK_N2"))
     return _two_programs_backward(problem, blocks, queries)
 
 

@@ -51,7 +51,7 @@ def workspace(problem: Problem, variant: Variant) -> Workspace | None:
     if variant.family is Family.GLUON_SM90:
         from autoflash.runtime import gluon_backward, gluon_forward
 
-        return gluon_forward.workspace(problem, variant) if is_forward else gluon_backward.workspace(problem)
+        return gluon_forward.workspace(problem, variant) if is_forward else gluon_backward.workspace(problem, variant)
     from autoflash.runtime import triton_backward, triton_forward
 
     return triton_forward.workspace(problem, variant) if is_forward else triton_backward.workspace(problem, variant)

@@ -82,11 +82,11 @@ def compile_variant(problem: Problem, variant: Variant, device: Device, scale_si
 
 def _plans(problem: Problem, variant: Variant, scale_sign: int) -> tuple[KernelPlan, ...]:
     if variant.family is Family.GLUON_SM90:
-        from autoflash.runtime import gluon_plan
+        from autoflash.runtime import gluon_backward_plan, gluon_plan
 
         if problem.op is Pass.FORWARD:
             return (gluon_plan.forward_plan(problem, variant, scale_sign),)
-        return gluon_plan.backward_plans(problem, variant)
+        return gluon_backward_plan.backward_plans(problem, variant)
     if problem.op is Pass.FORWARD:
         from autoflash.runtime.triton_forward import forward_plan
 

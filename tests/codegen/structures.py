@@ -60,8 +60,8 @@ def form_of(op: Pass, mask: Mask, features: tuple[Feature, ...] = ()) -> Form:
     )
 
 
-SPLIT_HEAD_DIM = 80
-"""A head dimension that takes fewer columns in two tiles than in one."""
+HEAD_DIMS = {"head_dim_tiles": 80, "consumer_owns": 256}
+"""Choices of some head dimensions only, each with one of these. 80 takes fewer columns in two tiles than in one."""
 
 LATER = {"rescale", "exp2"}
 """Choices beside a default that is left out."""
@@ -86,9 +86,9 @@ def structures(family: Family, form: Form, head_dim: int = 64) -> list[Choices]:
     return list(dict.fromkeys(variant.structure for variant in chosen if why_unable(variant, cell) is None))
 
 
-def split_structures(family: Family, form: Form) -> list[Choices]:
+def rare_structures(family: Family, form: Form) -> list[Choices]:
     """Those that only some head dimensions have."""
-    return [one for one in structures(family, form, SPLIT_HEAD_DIM) if one.get("head_dim_tiles") == "split"]
+    return [one for knob, head_dim in HEAD_DIMS.items() for one in structures(family, form, head_dim) if knob in one]
 
 
 def spread(all_of_them: list[Choices]) -> list[Choices]:
@@ -104,13 +104,13 @@ def spread(all_of_them: list[Choices]) -> list[Choices]:
 
 
 def cases() -> Iterator[tuple[Form, Family, Choices]]:
-    """Every family and structure in both masks; a spread with features, later choices and heads in two parts."""
+    """Every family and structure in both masks; a spread with features, later choices and rare head dimensions."""
     for family in FAMILIES:
         for op, mask in itertools.product(Pass, Mask):
             form = Form(op=op, mask=mask)
             first = [one for one in structures(family, form) if not LATER & set(one)]
             later = [one for one in structures(family, form) if LATER & set(one)]
-            for structure in first + spread(later) + spread(split_structures(family, form)):
+            for structure in first + spread(later) + spread(rare_structures(family, form)):
                 yield form, family, structure
         for op, (number, features) in itertools.product(Pass, enumerate(COMBINATIONS)):
             if family not in families(op, make_device(FAMILIES[family]), features):
@@ -118,10 +118,10 @@ def cases() -> Iterator[tuple[Form, Family, Choices]]:
             # Packed sequences have an order of tiles for each mask; masks take turns over the other features.
             for mask in Mask if features == (Feature.VARLEN,) else [list(Mask)[number % 2]]:
                 form = form_of(op, mask, features)
-                for structure in spread(structures(family, form)) + spread(split_structures(family, form)):
+                for structure in spread(structures(family, form)) + spread(rare_structures(family, form)):
                     yield form, family, structure
     features = (Feature.SCORE_MOD, Feature.PARAMS_GRADIENT)
     form = Form(op=Pass.BACKWARD, mask=Mask.CAUSAL, features=features, score_mod=LOOK_UPS)
     for family in (Family.TRITON, Family.TORCH_TILED):
-        for structure in spread(structures(family, form)) + spread(split_structures(family, form)):
+        for structure in spread(structures(family, form)) + spread(rare_structures(family, form)):
             yield form, family, structure

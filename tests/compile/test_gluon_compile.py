@@ -13,7 +13,7 @@ from autoflash.deploy.shipped import read_shipped
 from autoflash.device import CROSS_TARGETS
 from autoflash.dispatch.buckets import problem_of
 from autoflash.problem import Form, Mask, Pass, Problem
-from autoflash.runtime import gluon_plan
+from autoflash.runtime import gluon_backward_plan, gluon_plan
 from autoflash.runtime.compile import compile_variant
 from autoflash.runtime.launch import KernelPlan, compile_kernel
 from autoflash.runtime.load import load
@@ -31,6 +31,8 @@ H200 = CROSS_TARGETS["sm_90"]
 NARROW = {"consumers": 3, "q_operand": "shared", "exponentials": "whole", "output": "direct", "num_stages": 4}
 WIDE = {"q_operand": "shared", "exponentials": "whole", "output": "direct", "ping_pong": "on", "BLOCK_N": 64}
 SINGLE = {"consumers": 1, "BLOCK_N": 64}
+COLUMNS = {"consumer_owns": "columns"}
+SPLIT = {"loop_order": "split", "BLOCK_N2": 64, "k_stages2": 2, "v_stages2": 1}
 
 
 def assembly(problem: Problem, variant: Variant, plan: KernelPlan) -> str:
@@ -80,22 +82,34 @@ def test_backward_keeps_its_registers(head_dim: int, mask: Mask, block_m: int) -
     problem = make_problem(op=Pass.BACKWARD, head_dim=head_dim, heads=8, seqlen_q=1000, mask=mask)
     variant = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD, BLOCK_M=block_m)
 
-    main = gluon_plan.backward_plans(problem, variant)[1]
+    main = gluon_backward_plan.backward_plans(problem, variant)[1]
 
     spill_bytes = 16 if triton_version().startswith("3.6") else 128
     assert_tight(problem, variant, main, {240, 24}, spill_bytes)
 
 
-@pytest.mark.parametrize(("head_dim", "mask"), [(256, Mask.FULL), (256, Mask.CAUSAL), (192, Mask.CAUSAL)])
-@pytest.mark.parametrize("s_issue", ["own_step", "step_before"])
-def test_backward_of_wide_heads_keeps_its_registers(s_issue: str, head_dim: int, mask: Mask) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "changes"),
+    [
+        (256, Mask.CAUSAL, COLUMNS),
+        (256, Mask.FULL, {**COLUMNS, **SPLIT, "s_issue": "step_before"}),
+        (192, Mask.CAUSAL, {**COLUMNS, **SPLIT}),
+        (128, Mask.CAUSAL, {**SPLIT, "BLOCK_N2": 128, "v_stages2": 2}),
+        (64, Mask.CAUSAL, {**SPLIT, "BLOCK_M": 128}),
+    ],
+)
+def test_backward_in_columns_and_with_dq_apart_keeps_its_registers(
+    head_dim: int, mask: Mask, changes: dict[str, str | int]
+) -> None:
     problem = make_problem(op=Pass.BACKWARD, head_dim=head_dim, heads=8, seqlen_q=1000, mask=mask)
-    variant = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD, consumer_owns="columns", s_issue=s_issue)
+    variant = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD, **changes)
 
-    main = gluon_plan.backward_plans(problem, variant)[1]
+    mains = [plan for plan in gluon_backward_plan.backward_plans(problem, variant) if "attention" in plan.function]
 
-    spill_bytes = 40 if triton_version().startswith("3.6") else 160
-    assert_tight(problem, variant, main, {240, 24}, spill_bytes)
+    assert len(mains) == (2 if "loop_order" in changes else 1)
+    spill_bytes = 16 if triton_version().startswith("3.6") else 160
+    for main in mains:
+        assert_tight(problem, variant, main, {240, 24}, spill_bytes)
 
 
 def shipped_winners() -> list[Decision]:
@@ -116,7 +130,11 @@ def test_every_shipped_winner_keeps_its_registers(decision: Decision) -> None:
     problem, variant = problem_of(decision.cell, H200), decision.choices[0].variant
     is_forward = problem.op is Pass.FORWARD
 
-    plan = gluon_plan.forward_plan(problem, variant) if is_forward else gluon_plan.backward_plans(problem, variant)[1]
+    plan = (
+        gluon_plan.forward_plan(problem, variant)
+        if is_forward
+        else gluon_backward_plan.backward_plans(problem, variant)[1]
+    )
 
     assert_tight(problem, variant, plan, set(), 0 if is_forward else 16)
 

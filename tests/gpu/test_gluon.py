@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -24,6 +26,8 @@ pytestmark = [
 ]
 
 NARROW = {"consumers": 3, "q_operand": "shared", "exponentials": "whole", "output": "direct"}
+COLUMNS = {"consumer_owns": "columns"}
+SPLIT = {"loop_order": "split", "BLOCK_N2": 64, "k_stages2": 2, "v_stages2": 1}
 WIDE = {"q_operand": "shared", "exponentials": "whole", "output": "direct", "BLOCK_N": 64}
 
 
@@ -81,13 +85,30 @@ def test_backward_passes_the_gate(device: Device, head_dim: int, block_m: int, m
 
 @pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16])
 @pytest.mark.parametrize("mask", list(Mask))
-@pytest.mark.parametrize("head_dim", [192, 256])
-@pytest.mark.parametrize("s_issue", ["own_step", "step_before"])
-def test_backward_of_wide_heads_passes_the_gate(
-    device: Device, s_issue: str, head_dim: int, mask: Mask, dtype: DType
+@pytest.mark.parametrize(
+    ("head_dim", "changes"),
+    [
+        *itertools.product((192, 256), (COLUMNS, {**COLUMNS, **SPLIT}, {**COLUMNS, **SPLIT, "s_issue": "step_before"})),
+        (64, {**SPLIT, "BLOCK_M": 128}),
+        (96, SPLIT),
+        (128, {**SPLIT, "BLOCK_N2": 128, "v_stages2": 2}),
+    ],
+)
+def test_backward_in_columns_and_with_dq_apart_passes_the_gate(
+    device: Device, head_dim: int, changes: dict[str, str | int], mask: Mask, dtype: DType
 ) -> None:
-    problem = make_problem(op=Pass.BACKWARD, dtype=dtype, head_dim=head_dim, batch=4, heads=8, seqlen_q=2048, mask=mask)
-    variant = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD, consumer_owns="columns", s_issue=s_issue)
+    # Apart, each dq has one program, and 100 launches must give the same bits.
+    problem = make_problem(
+        op=Pass.BACKWARD,
+        dtype=dtype,
+        head_dim=head_dim,
+        batch=4,
+        heads=8,
+        seqlen_q=2048,
+        mask=mask,
+        deterministic="loop_order" in changes,
+    )
+    variant = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD, **changes)
 
     verification = verify(bind(Form(op=Pass.BACKWARD, mask=mask), variant, device), problem, Level.FULL, device=device)
 

@@ -8,7 +8,7 @@ import pytest
 
 from autoflash.device import CROSS_TARGETS
 from autoflash.problem import Alignment, DType, Mask, Pass, Problem
-from autoflash.runtime import gluon_plan
+from autoflash.runtime import gluon_backward_plan, gluon_plan
 from autoflash.runtime.layouts import Operand
 from autoflash.variant import Family
 from tests.factories import make_problem, make_variant
@@ -107,10 +107,10 @@ def test_consumers_that_share_columns_have_64_keys_together_and_store_half_rows(
     problem = make_problem(op=Pass.BACKWARD, batch=2, heads=3, seqlen_q=130, head_dim=256)
     variant = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD, consumer_owns="columns")
 
-    main = gluon_plan.backward_plans(problem, variant)[1]
+    main = gluon_backward_plan.backward_plans(problem, variant)[1]
 
     blocks = {argument.name: argument.block for argument in main.tensors}
-    assert gluon_plan.keys_per_program(variant) == 64
+    assert gluon_backward_plan.keys_per_program(variant) == 64
     assert blocks["k_desc"] == blocks["v_desc"] == (1, 1, 32, 256)
     assert blocks["dk_desc"] == blocks["dv_desc"] == (1, 1, 64, 128)
     assert blocks["acc_ptr"] == ()
@@ -119,5 +119,19 @@ def test_consumers_that_share_columns_have_64_keys_together_and_store_half_rows(
 def test_workspaces_hold_whole_tiles() -> None:
     problem = make_problem(op=Pass.BACKWARD, batch=2, heads=3, seqlen_q=130, head_dim=96)
 
-    assert gluon_plan.padded_rows(problem) == 256
-    assert gluon_plan.accumulator_shape(problem) == (2 * 3 * 256 * 128 // 128, 128)
+    assert gluon_backward_plan.padded_rows(problem) == 256
+    added_up = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD)
+    assert gluon_backward_plan.accumulator_shape(problem, added_up) == (2 * 3 * 256 * 128 // 128, 128)
+
+
+def test_a_kernel_of_its_own_for_dq_needs_no_accumulator() -> None:
+    problem = make_problem(op=Pass.BACKWARD, batch=2, heads=3, seqlen_q=130, head_dim=96)
+    variant = make_variant(
+        Family.GLUON_SM90, op=Pass.BACKWARD, loop_order="split", BLOCK_N2=64, k_stages2=2, v_stages2=2
+    )
+
+    plans = gluon_backward_plan.backward_plans(problem, variant)
+
+    assert gluon_backward_plan.accumulator_shape(problem, variant) is None
+    assert [plan.function for plan in plans] == ["preprocess", "attention_backward", "attention_backward_dq"]
+    assert not any(argument.name.startswith("acc") for plan in plans for argument in plan.tensors)

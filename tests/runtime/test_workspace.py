@@ -216,7 +216,11 @@ def test_an_empty_problem_needs_nothing(family: Family, op: Pass) -> None:
 def test_hopper_workspaces_are_those_of_the_plan() -> None:
     problem = make_problem(op=Pass.BACKWARD, heads=3, seqlen_q=129, head_dim=64)
 
-    rows, sums = gluon_backward.workspace(problem)
+    added_up = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD)
+    apart = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD, loop_order="split")
+
+    rows, sums = gluon_backward.workspace(problem, added_up)
 
     assert rows.size_bytes == 2 * 4 * 3 * 256
     assert sums.size_bytes == 4 * 3 * 256 * 64
+    assert gluon_backward.workspace(problem, apart) == (rows,)

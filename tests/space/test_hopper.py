@@ -38,7 +38,6 @@ def test_the_family_is_offered_on_hopper_alone() -> None:
         (make_cell(head_dim=64, head_dim_v=128), "equal head dims"),
         (make_cell(head_dim=36), "multiples of 8"),
         (make_cell(head_dim=512), "up to 256"),
-        (make_cell(op=Pass.BACKWARD, deterministic=True), "not deterministic"),
     ],
 )
 def test_what_the_templates_cannot_do_is_refused_with_the_reason(cell: Cell, words: str) -> None:
@@ -65,10 +64,22 @@ def test_consumers_of_wide_heads_share_the_columns_of_the_gradients() -> None:
     by_keys = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD)
 
     assert {variant.structure["consumer_owns"] for variant in space.variants()} == {"columns"}
-    assert {variant.structure.get("s_issue", "own_step") for variant in space.variants()} == {"own_step", "step_before"}
+    orders = {(v.structure.get("loop_order"), v.structure.get("s_issue")) for v in space.variants()}
+    assert orders == {(None, None), ("split", None), ("split", "step_before")}
     assert "head dims up to 128" in (hopper.why_not(by_keys, cell, H200.shared_bytes) or "")
     # Metadata of Triton 3.6 for sm_90: 230880 bytes.
     assert 0 <= 230880 - hopper.shared_need(space.default(), cell) < 2048
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_gradients_of_queries_have_a_kernel_of_their_own(head_dim: int) -> None:
+    cell = make_cell(op=Pass.BACKWARD, head_dim=head_dim, deterministic=True)
+    space = search_space(cell, H200, Family.GLUON_SM90)
+    added_up = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD)
+
+    assert space.default() in space.variants()
+    assert {variant.structure["loop_order"] for variant in space.variants()} == {"split"}
+    assert "not deterministic" in (hopper.why_not(added_up, cell, H200.shared_bytes) or "")
 
 
 def test_tickets_are_offered_for_causal_tiles_on_a_grid_that_stays() -> None:
