@@ -15,12 +15,8 @@ from autoflash.arguments import (
     Options,
     check_layout,
     check_tensors,
-    checked_bias,
-    checked_sinks,
-    checked_slopes,
     draw_rng,
     dropout_of,
-    expanded_mask,
     mask_of,
     policy_of,
     scale_of,
@@ -30,8 +26,8 @@ from autoflash.arguments import (
 )
 from autoflash.calls import Pair, Triple
 from autoflash.errors import UnsupportedError
+from autoflash.extras import dense_extras, longest_of, packed, packed_extras
 from autoflash.ops import CALLS, Transformable, call_key, layouts_of
-from autoflash.packing import longest_of, packed, packed_extras
 from autoflash.runtime.block_mask import BlockMask, beside_blocks
 from autoflash.runtime.executable import NO_EXTRAS, SINGLE, Extras
 from autoflash.runtime.modifiers import has_gradients
@@ -225,17 +221,12 @@ def attention_varlen(
     """
     q, k, v = autocast(query, key, value) or (query, key, value)
     check_tensors(q, k, v, "thd")
-    extras = packed_extras(q, k, cu_seqlens_q, cu_seqlens_k)
-    rows = packed(q, k, v)
+    extras = packed_extras(q, k, cu_seqlens_q, cu_seqlens_k, alibi_slopes=alibi_slopes, sinks=sinks)
     dropout = dropout_of(dropout_p)
     if dropout:
         extras = extras._replace(rng=draw_rng(q))
-    if sinks is not None:
-        extras = extras._replace(sinks=checked_sinks(sinks, rows[0]))
-    if alibi_slopes is not None:
-        extras = extras._replace(alibi_slopes=checked_slopes(alibi_slopes, rows[0], extras.sequences or 0))
     out, lse = _run(
-        *rows,
+        *packed(q, k, v),
         extras,
         causal=causal,
         window=window_of(window),
@@ -292,20 +283,12 @@ def _in_full(
     check_tensors(query, key, value, layout)
     q, k, v = heads_first(query, key, value, layout)
     dropout = dropout_of(dropout_p)
-    extras = NO_EXTRAS
     blocks, modified = beside_blocks(block_mask, score_mod, mask_mod, score_params, q, k)
-    has_terms = not (bias is None and alibi_slopes is None and sinks is None)
-    if mask is not None or has_terms or dropout or modified.params or blocks is not None:
-        extras = Extras(
-            mask=None if mask is None else expanded_mask(mask, q, k),
-            rng=draw_rng(q) if dropout else None,
-            sinks=None if sinks is None else checked_sinks(sinks, q),
-            params=modified.params,
-            bias=None if bias is None else checked_bias(bias, q, k),
-            alibi_slopes=None if alibi_slopes is None else checked_slopes(alibi_slopes, q, q.shape[0]),
-            query_blocks=None if blocks is None else blocks.lists.queries,
-            key_blocks=None if blocks is None else blocks.lists.keys,
-        )
+    extras = dense_extras(
+        q, k, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, blocks=blocks, params=modified.params
+    )
+    if dropout:
+        extras = extras._replace(rng=draw_rng(q))
     out, lse = _run(
         q,
         k,
