@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autoflash import paths
 from autoflash.dispatch.ladder import VendorPolicy
 from autoflash.errors import InvalidProblemError, UnsupportedError
 from autoflash.problem import Alignment, DType, Mask, MaskTensor, Pass, Problem
@@ -69,6 +70,51 @@ class Options:
     longest_q: int = 0
     longest_k: int = 0
     block_size: int = 0
+
+
+def options_of(
+    query: Tensor,
+    causal: bool | str,
+    scale: float | None,
+    return_lse: bool,
+    deterministic: bool,
+    vendor: str | None,
+    training: bool,
+    *,
+    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED),
+    softcap: float = 0.0,
+    alibi_gradient: bool = False,
+    bias_gradient: bool = False,
+    dropout_p: float = 0.0,
+    sequences: int | None = None,
+    longest: tuple[int, int] = (0, 0),
+    block_size: int = 0,
+    score_mod: str = "",
+    mask_mod: str = "",
+    params_gradient: bool = False,
+) -> Options:
+    """The arguments of a call as the dispatcher takes them."""
+    return Options(
+        mask=mask_of(causal),
+        scale=scale_of(scale, query.shape[3]),
+        deterministic=deterministic,
+        vendor=policy_of(vendor or paths.vendor_policy()),
+        return_lse=return_lse,
+        training=training,
+        window_left=window[0],
+        window_right=window[1],
+        softcap=softcap,
+        alibi_gradient=alibi_gradient,
+        bias_gradient=bias_gradient,
+        dropout_p=dropout_p,
+        sequences=sequences,
+        longest_q=longest[0],
+        longest_k=longest[1],
+        block_size=block_size,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        params_gradient=params_gradient,
+    )
 
 
 def refuse_unbuilt(**arguments: object) -> None:
@@ -175,6 +221,26 @@ def policy_of(vendor: str) -> VendorPolicy:
         return VendorPolicy(vendor)
     except ValueError:
         raise InvalidProblemError(f"vendor must be 'allow', 'never' or 'only', got {vendor!r}") from None
+
+
+def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The tensors in autocast's dtype; None where autocast is off for their device."""
+    if not all(isinstance(tensor, Tensor) for tensor in (query, key, value)):
+        # For check_tensors to refuse.
+        return None
+    kind = query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return None
+    dtype = torch.get_autocast_dtype(kind)
+    q, k, v = (x if x.dtype is torch.float64 else x.to(dtype) for x in (query, key, value))
+    return q, k, v
+
+
+def heads_first(query: Tensor, key: Tensor, value: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Views [B, H, S, D] of tensors of a layout."""
+    if layout == "bhsd":
+        return query, key, value
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
 def check_layout(layout: str) -> None:

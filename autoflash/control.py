@@ -13,34 +13,35 @@ from torch import Tensor
 from autoflash import keys
 from autoflash.arguments import (
     Options,
+    autocast,
     check_layout,
     check_tensors,
     dropout_of,
+    heads_first,
+    options_of,
     problem_of_tensors,
     refuse_unbuilt,
     softcap_of,
     wants_tf32,
     window_of,
 )
-from autoflash.attention import (
-    asks_for,
-    asks_for_gradients,
-    asks_for_params,
-    attention,
-    attention_varlen,
-    autocast,
-    call_key_of,
-    heads_first,
-    options_of,
-)
+from autoflash.attention import attention, attention_varlen
 from autoflash.calls import ladders
 from autoflash.dispatch.explain import Explanation, PassExplanation, explain_pass
 from autoflash.dispatch.ladder import Candidate
 from autoflash.dispatch.resolve import Resolution
 from autoflash.dispatch.table import load, load_decisions
 from autoflash.errors import InvalidProblemError
-from autoflash.extras import dense_extras, longest_of, packed, packed_extras
-from autoflash.ops import CALLS, call_key
+from autoflash.extras import (
+    asks_for,
+    asks_for_gradients,
+    asks_for_params,
+    dense_extras,
+    longest_of,
+    packed,
+    packed_extras,
+)
+from autoflash.ops import CALLS, call_key, call_key_of
 from autoflash.problem import Pass
 from autoflash.runtime.block_mask import BlockMask, beside_blocks
 from autoflash.runtime.executable import Extras

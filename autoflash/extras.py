@@ -12,6 +12,7 @@ from autoflash.calls import Triple
 from autoflash.errors import InvalidProblemError
 from autoflash.runtime.block_mask import BlockMask
 from autoflash.runtime.executable import NO_EXTRAS, Extras
+from autoflash.runtime.modifiers import has_gradients
 
 
 def dense_extras(
@@ -74,6 +75,23 @@ def packed_extras(
         alibi_slopes=None if alibi_slopes is None else checked_slopes(alibi_slopes, query, offsets_q.shape[0] - 1),
         sinks=None if sinks is None else checked_sinks(sinks, query),
     )
+
+
+def asks_for_gradients(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> bool:
+    """Whether autograd will want the gradient of one of these tensors."""
+    return any(map(asks_for, (q, k, v, extras.sinks, extras.bias, extras.alibi_slopes, *extras.params)))
+
+
+def asks_for(tensor: Tensor | None) -> bool:
+    """Whether autograd will want its gradient."""
+    return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+
+
+def asks_for_params(score_mod: str, mask_mod: str, extras: Extras) -> bool:
+    """Whether autograd will want the gradient of a parameter of the score_mod."""
+    if not extras.params or not torch.is_grad_enabled():
+        return False
+    return has_gradients(score_mod, mask_mod, [param.requires_grad for param in extras.params])
 
 
 def longest_of(max_seqlen_q: int | None, max_seqlen_k: int | None) -> tuple[int, int]:
