@@ -14,14 +14,8 @@ from autoflash.expression.sharing import scattered_parameters
 from autoflash.problem import Form, Problem
 from autoflash.runtime import launch
 from autoflash.runtime.backward_features import in_order, knows_layouts, mask_operands, usual_masks
-from autoflash.runtime.backward_plan import (
-    Step,
-    backward_steps,
-    bias_sums_shape,
-    padded_rows,
-    param_sums_shapes,
-    slopes_sums_shape,
-)
+from autoflash.runtime.backward_plan import Step, backward_steps
+from autoflash.runtime.backward_sizes import bias_sums_shape, padded_rows, param_sums_shapes, slopes_sums_shape
 from autoflash.runtime.compiled import CompiledExecutable
 from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS, BackwardCall, Extras, TermGradients, refuse_unable
 from autoflash.runtime.launch import KernelPlan, Launch
