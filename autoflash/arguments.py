@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from autoflash import paths
 from autoflash.dispatch.ladder import VendorPolicy
 from autoflash.errors import InvalidProblemError, UnsupportedError
 from autoflash.problem import Alignment, DType, Mask, MaskTensor, Pass, Problem
@@ -70,6 +70,51 @@ class Options:
     longest_q: int = 0
     longest_k: int = 0
     block_size: int = 0
+
+
+def options_of(
+    query: Tensor,
+    causal: bool | str,
+    scale: float | None,
+    return_lse: bool,
+    deterministic: bool,
+    vendor: str | None,
+    training: bool,
+    *,
+    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED),
+    softcap: float = 0.0,
+    alibi_gradient: bool = False,
+    bias_gradient: bool = False,
+    dropout_p: float = 0.0,
+    sequences: int | None = None,
+    longest: tuple[int, int] = (0, 0),
+    block_size: int = 0,
+    score_mod: str = "",
+    mask_mod: str = "",
+    params_gradient: bool = False,
+) -> Options:
+    """The arguments of a call as the dispatcher takes them."""
+    return Options(
+        mask=mask_of(causal),
+        scale=scale_of(scale, query.shape[3]),
+        deterministic=deterministic,
+        vendor=policy_of(vendor or paths.vendor_policy()),
+        return_lse=return_lse,
+        training=training,
+        window_left=window[0],
+        window_right=window[1],
+        softcap=softcap,
+        alibi_gradient=alibi_gradient,
+        bias_gradient=bias_gradient,
+        dropout_p=dropout_p,
+        sequences=sequences,
+        longest_q=longest[0],
+        longest_k=longest[1],
+        block_size=block_size,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        params_gradient=params_gradient,
+    )
 
 
 def refuse_unbuilt(**arguments: object) -> None:
@@ -166,131 +211,6 @@ def draw_rng(like: Tensor) -> Tensor:
     return torch.randint(_SEEDS, (2,), dtype=torch.int64, device=like.device)
 
 
-def expanded_mask(mask: object, query: Tensor, key: Tensor) -> Tensor:
-    """A mask as [B, H, M, N] without a copy, for query and key of layout [B, H, S, D].
-
-    Raises:
-        InvalidProblemError: for a mask that is no bool or floating tensor, lies elsewhere, cannot be broadcast, or
-            wants a gradient.
-    """
-    if not isinstance(mask, Tensor):
-        raise InvalidProblemError(f"mask must be a tensor or None, got {type(mask).__name__}")
-    if mask.dtype is not torch.bool and mask.dtype not in DTYPES:
-        raise InvalidProblemError(
-            "mask must be bool (True takes part) or float16, bfloat16 or float32 (added to the scores), got "
-            f"{mask.dtype}: use mask.bool() if its elements say which keys take part"
-        )
-    if mask.device != query.device:
-        raise InvalidProblemError(f"mask must be on the device of query, got {mask.device} and {query.device}")
-    if mask.requires_grad and torch.is_grad_enabled():
-        raise InvalidProblemError("mask has no gradient: pass it as bias, or give mask.detach()")
-    return _of_rank_4("mask", mask, query, key).detach().expand(*query.shape[:3], key.shape[2])
-
-
-def checked_slopes(slopes: object, query: Tensor, batch: int) -> Tensor:
-    """Slopes of ALiBi as kernels read them, [B, H] or [1, H] float32, contiguous. Differentiable.
-
-    Args:
-        slopes: As the caller gave them: (H,) or (B, H), in any floating dtype.
-        query: Of layout [B, H, S, D].
-        batch: B; of packed sequences, their number.
-
-    Raises:
-        InvalidProblemError: for what is no floating tensor of such a shape on the device of query.
-    """
-    if not isinstance(slopes, Tensor):
-        raise InvalidProblemError(f"alibi_slopes must be a tensor or None, got {type(slopes).__name__}")
-    heads = query.shape[1]
-    if not slopes.dtype.is_floating_point or tuple(slopes.shape) not in ((heads,), (batch, heads)):
-        raise InvalidProblemError(
-            f"alibi_slopes must be floating, of shape (H,) = ({heads},) or (B, H) = ({batch}, {heads}), got "
-            f"{slopes.dtype} {tuple(slopes.shape)}"
-        )
-    if slopes.device != query.device:
-        raise InvalidProblemError(
-            f"alibi_slopes must be on the device of query, got {slopes.device} and {query.device}"
-        )
-    return slopes.to(torch.float32).contiguous().view(-1, heads)
-
-
-def checked_bias(bias: object, query: Tensor, key: Tensor) -> Tensor:
-    """A bias as a view of rank 4, each size of which is that of [B, H, M, N] or 1. Differentiable.
-
-    For query and key of layout [B, H, S, D].
-
-    Raises:
-        InvalidProblemError: for what is no floating tensor on the device of query, or cannot be broadcast.
-    """
-    if not isinstance(bias, Tensor):
-        raise InvalidProblemError(f"bias must be a tensor or None, got {type(bias).__name__}")
-    if bias.dtype not in DTYPES:
-        raise InvalidProblemError(f"bias must be float16, bfloat16 or float32, got {bias.dtype}")
-    if bias.device != query.device:
-        raise InvalidProblemError(f"bias must be on the device of query, got {bias.device} and {query.device}")
-    return _of_rank_4("bias", bias, query, key)
-
-
-def _of_rank_4(name: str, tensor: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A view of rank 4 that can be broadcast to [B, H, M, N]."""
-    shape = (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    given = (1,) * (4 - tensor.ndim) + tuple(tensor.shape)
-    if tensor.ndim > 4 or any(size not in (1, full) for size, full in zip(given, shape, strict=False)):
-        raise InvalidProblemError(
-            f"{name} must be broadcastable to (B, H, Sq, Sk) = {tuple(shape)}, got shape {tuple(tensor.shape)}"
-        )
-    return tensor[(None,) * (4 - tensor.ndim)] if tensor.ndim < 4 else tensor
-
-
-def checked_sinks(sinks: object, query: Tensor) -> Tensor:
-    """Sinks as kernels read them, [H] float32, contiguous, for a query of layout [B, H, S, D]. Differentiable.
-
-    Raises:
-        InvalidProblemError: for what is no floating tensor of that shape on the device of query.
-    """
-    if not isinstance(sinks, Tensor):
-        raise InvalidProblemError(f"sinks must be a tensor or None, got {type(sinks).__name__}")
-    if not sinks.dtype.is_floating_point or tuple(sinks.shape) != (query.shape[1],):
-        raise InvalidProblemError(
-            f"sinks must be floating, one for each query head: (H,) = ({query.shape[1]},), got {sinks.dtype} "
-            f"{tuple(sinks.shape)}"
-        )
-    if sinks.device != query.device:
-        raise InvalidProblemError(f"sinks must be on the device of query, got {sinks.device} and {query.device}")
-    return sinks.to(torch.float32).contiguous()
-
-
-def check_cu_seqlens(name: str, cu_seqlens: object, like: Tensor) -> Tensor:
-    """Where packed sequences begin, as kernels read it: [B + 1] int32, contiguous.
-
-    What a CPU tensor holds is checked; of one on a GPU it is not, as that would wait for the GPU.
-
-    Args:
-        name: For the messages.
-        cu_seqlens: As the caller gave it, int32 or int64.
-        like: The packed tensor [T, H, D] that it describes.
-
-    Raises:
-        InvalidProblemError: for another type, shape or device, or for offsets that are none.
-    """
-    if not isinstance(cu_seqlens, Tensor):
-        raise InvalidProblemError(f"{name} must be a tensor, got {type(cu_seqlens).__name__}")
-    if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
-        raise InvalidProblemError(
-            f"{name} must be int32 or int64 of shape (sequences + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-        )
-    if cu_seqlens.device != like.device:
-        raise InvalidProblemError(f"{name} must be on the device of query, got {cu_seqlens.device} and {like.device}")
-    offsets = cu_seqlens.to(torch.int32).contiguous()
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        values = cu_seqlens.tolist()
-        if values[0] != 0 or values[-1] > like.shape[0] or any(a > b for a, b in itertools.pairwise(values)):
-            raise InvalidProblemError(
-                f"{name} must begin with 0, never fall, and end at most at the {like.shape[0]} rows there are, "
-                f"got {values if len(values) <= 16 else [*values[:8], '...', *values[-8:]]}"
-            )
-    return offsets
-
-
 def policy_of(vendor: str) -> VendorPolicy:
     """The vendor policy of that name.
 
@@ -301,6 +221,26 @@ def policy_of(vendor: str) -> VendorPolicy:
         return VendorPolicy(vendor)
     except ValueError:
         raise InvalidProblemError(f"vendor must be 'allow', 'never' or 'only', got {vendor!r}") from None
+
+
+def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The tensors in autocast's dtype; None where autocast is off for their device."""
+    if not all(isinstance(tensor, Tensor) for tensor in (query, key, value)):
+        # For check_tensors to refuse.
+        return None
+    kind = query.device.type
+    if not torch.is_autocast_enabled(kind):
+        return None
+    dtype = torch.get_autocast_dtype(kind)
+    q, k, v = (x if x.dtype is torch.float64 else x.to(dtype) for x in (query, key, value))
+    return q, k, v
+
+
+def heads_first(query: Tensor, key: Tensor, value: Tensor, layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Views [B, H, S, D] of tensors of a layout."""
+    if layout == "bhsd":
+        return query, key, value
+    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
 
 def check_layout(layout: str) -> None:

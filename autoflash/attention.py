@@ -9,32 +9,34 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from autoflash import paths
 from autoflash.arguments import (
-    UNBOUNDED,
-    Options,
+    autocast,
     check_layout,
     check_tensors,
-    checked_bias,
-    checked_sinks,
-    checked_slopes,
     draw_rng,
     dropout_of,
-    expanded_mask,
+    heads_first,
     mask_of,
-    policy_of,
+    options_of,
     scale_of,
     softcap_of,
     wants_tf32,
     window_of,
 )
-from autoflash.calls import Pair, Triple
+from autoflash.calls import Pair
 from autoflash.errors import UnsupportedError
-from autoflash.ops import CALLS, Transformable, call_key, layouts_of
-from autoflash.packing import longest_of, packed, packed_extras
+from autoflash.extras import (
+    asks_for,
+    asks_for_gradients,
+    asks_for_params,
+    dense_extras,
+    longest_of,
+    packed,
+    packed_extras,
+)
+from autoflash.ops import CALLS, Transformable, call_key, call_key_of
 from autoflash.runtime.block_mask import BlockMask, beside_blocks
 from autoflash.runtime.executable import NO_EXTRAS, SINGLE, Extras
-from autoflash.runtime.modifiers import has_gradients
 
 _PREPARED = CALLS.prepared
 _PLAIN = frozenset((Tensor, Parameter))
@@ -225,17 +227,12 @@ def attention_varlen(
     """
     q, k, v = autocast(query, key, value) or (query, key, value)
     check_tensors(q, k, v, "thd")
-    extras = packed_extras(q, k, cu_seqlens_q, cu_seqlens_k)
-    rows = packed(q, k, v)
+    extras = packed_extras(q, k, cu_seqlens_q, cu_seqlens_k, alibi_slopes=alibi_slopes, sinks=sinks)
     dropout = dropout_of(dropout_p)
     if dropout:
         extras = extras._replace(rng=draw_rng(q))
-    if sinks is not None:
-        extras = extras._replace(sinks=checked_sinks(sinks, rows[0]))
-    if alibi_slopes is not None:
-        extras = extras._replace(alibi_slopes=checked_slopes(alibi_slopes, rows[0], extras.sequences or 0))
     out, lse = _run(
-        *rows,
+        *packed(q, k, v),
         extras,
         causal=causal,
         window=window_of(window),
@@ -292,20 +289,12 @@ def _in_full(
     check_tensors(query, key, value, layout)
     q, k, v = heads_first(query, key, value, layout)
     dropout = dropout_of(dropout_p)
-    extras = NO_EXTRAS
     blocks, modified = beside_blocks(block_mask, score_mod, mask_mod, score_params, q, k)
-    has_terms = not (bias is None and alibi_slopes is None and sinks is None)
-    if mask is not None or has_terms or dropout or modified.params or blocks is not None:
-        extras = Extras(
-            mask=None if mask is None else expanded_mask(mask, q, k),
-            rng=draw_rng(q) if dropout else None,
-            sinks=None if sinks is None else checked_sinks(sinks, q),
-            params=modified.params,
-            bias=None if bias is None else checked_bias(bias, q, k),
-            alibi_slopes=None if alibi_slopes is None else checked_slopes(alibi_slopes, q, q.shape[0]),
-            query_blocks=None if blocks is None else blocks.lists.queries,
-            key_blocks=None if blocks is None else blocks.lists.keys,
-        )
+    extras = dense_extras(
+        q, k, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, blocks=blocks, params=modified.params
+    )
+    if dropout:
+        extras = extras._replace(rng=draw_rng(q))
     out, lse = _run(
         q,
         k,
@@ -395,90 +384,3 @@ def _run(
         if known is None:
             return CALLS.first(call, q, k, v, options, extras)[1]
         return known.run(q, k, v) if extras is NO_EXTRAS else known.run(q, k, v, extras)
-
-
-def asks_for_gradients(q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> bool:
-    """Whether autograd will want the gradient of one of these tensors."""
-    return any(map(asks_for, (q, k, v, extras.sinks, extras.bias, extras.alibi_slopes, *extras.params)))
-
-
-def asks_for(tensor: Tensor | None) -> bool:
-    """Whether autograd will want its gradient."""
-    return torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
-
-
-def asks_for_params(score_mod: str, mask_mod: str, extras: Extras) -> bool:
-    """Whether autograd will want the gradient of a parameter of the score_mod."""
-    if not extras.params or not torch.is_grad_enabled():
-        return False
-    return has_gradients(score_mod, mask_mod, [param.requires_grad for param in extras.params])
-
-
-def call_key_of(q: Tensor, k: Tensor, v: Tensor, options: Options, extras: Extras) -> tuple[object, ...]:
-    """What the prepared call of a featured problem is kept under, for tensors of layout [B, H, S, D]."""
-    return call_key(q, k, v, options, *layouts_of(extras), wants_tf32(q))
-
-
-def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The tensors in autocast's dtype; None where autocast is off for their device."""
-    if not all(isinstance(tensor, Tensor) for tensor in (query, key, value)):
-        # For check_tensors to refuse.
-        return None
-    kind = query.device.type
-    if not torch.is_autocast_enabled(kind):
-        return None
-    dtype = torch.get_autocast_dtype(kind)
-    q, k, v = (x if x.dtype is torch.float64 else x.to(dtype) for x in (query, key, value))
-    return q, k, v
-
-
-def heads_first(query: Tensor, key: Tensor, value: Tensor, layout: str) -> Triple:
-    """Views [B, H, S, D] of tensors of a layout."""
-    if layout == "bhsd":
-        return query, key, value
-    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-
-
-def options_of(
-    query: Tensor,
-    causal: bool | str,
-    scale: float | None,
-    return_lse: bool,
-    deterministic: bool,
-    vendor: str | None,
-    training: bool,
-    *,
-    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED),
-    softcap: float = 0.0,
-    alibi_gradient: bool = False,
-    bias_gradient: bool = False,
-    dropout_p: float = 0.0,
-    sequences: int | None = None,
-    longest: tuple[int, int] = (0, 0),
-    block_size: int = 0,
-    score_mod: str = "",
-    mask_mod: str = "",
-    params_gradient: bool = False,
-) -> Options:
-    """The arguments of a call as the dispatcher takes them."""
-    return Options(
-        mask=mask_of(causal),
-        scale=scale_of(scale, query.shape[3]),
-        deterministic=deterministic,
-        vendor=policy_of(vendor or paths.vendor_policy()),
-        return_lse=return_lse,
-        training=training,
-        window_left=window[0],
-        window_right=window[1],
-        softcap=softcap,
-        alibi_gradient=alibi_gradient,
-        bias_gradient=bias_gradient,
-        dropout_p=dropout_p,
-        sequences=sequences,
-        longest_q=longest[0],
-        longest_k=longest[1],
-        block_size=block_size,
-        score_mod=score_mod,
-        mask_mod=mask_mod,
-        params_gradient=params_gradient,
-    )

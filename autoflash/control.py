@@ -13,41 +13,38 @@ from torch import Tensor
 from autoflash import keys
 from autoflash.arguments import (
     Options,
+    autocast,
     check_layout,
     check_tensors,
-    checked_bias,
-    checked_sinks,
-    checked_slopes,
     dropout_of,
-    expanded_mask,
+    heads_first,
+    options_of,
     problem_of_tensors,
     refuse_unbuilt,
     softcap_of,
     wants_tf32,
     window_of,
 )
-from autoflash.attention import (
-    asks_for,
-    asks_for_gradients,
-    asks_for_params,
-    attention,
-    attention_varlen,
-    autocast,
-    call_key_of,
-    heads_first,
-    options_of,
-)
+from autoflash.attention import attention, attention_varlen
 from autoflash.calls import ladders
 from autoflash.dispatch.explain import Explanation, PassExplanation, explain_pass
 from autoflash.dispatch.ladder import Candidate
 from autoflash.dispatch.resolve import Resolution
 from autoflash.dispatch.table import load, load_decisions
 from autoflash.errors import InvalidProblemError
-from autoflash.ops import CALLS, call_key
-from autoflash.packing import longest_of, packed, packed_extras
+from autoflash.extras import (
+    asks_for,
+    asks_for_gradients,
+    asks_for_params,
+    dense_extras,
+    longest_of,
+    packed,
+    packed_extras,
+)
+from autoflash.ops import CALLS, call_key, call_key_of
 from autoflash.problem import Pass
 from autoflash.runtime.block_mask import BlockMask, beside_blocks
-from autoflash.runtime.executable import NO_EXTRAS, Extras
+from autoflash.runtime.executable import Extras
 from autoflash.variant import Family
 
 
@@ -118,25 +115,17 @@ def explain(
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         _refuse_dense(mask=mask, bias=bias, score_mod=score_mod, mask_mod=mask_mod, block_mask=block_mask)
         check_tensors(query, key, value, "thd")
-        extras = packed_extras(query, key, cu_seqlens_q, cu_seqlens_k)
         q, k, v = packed(query, key, value)
+        blocks, modified = beside_blocks(None, None, None, score_params, q, k)
+        extras = packed_extras(query, key, cu_seqlens_q, cu_seqlens_k, alibi_slopes=alibi_slopes, sinks=sinks)
     else:
         check_layout(layout)
         check_tensors(query, key, value, layout)
         q, k, v = heads_first(query, key, value, layout)
-        extras = NO_EXTRAS if mask is None else Extras(mask=expanded_mask(mask, q, k))
-        if bias is not None:
-            extras = extras._replace(bias=checked_bias(bias, q, k))
-    if sinks is not None:
-        extras = extras._replace(sinks=checked_sinks(sinks, q))
-    if alibi_slopes is not None:
-        batch = q.shape[0] if extras.sequences is None else extras.sequences
-        extras = extras._replace(alibi_slopes=checked_slopes(alibi_slopes, q, batch))
-    blocks, modified = beside_blocks(block_mask, score_mod, mask_mod, score_params, q, k)
-    if blocks is not None:
-        extras = extras._replace(query_blocks=blocks.lists.queries, key_blocks=blocks.lists.keys)
-    if modified.params:
-        extras = extras._replace(params=modified.params)
+        blocks, modified = beside_blocks(block_mask, score_mod, mask_mod, score_params, q, k)
+        extras = dense_extras(
+            q, k, mask=mask, bias=bias, alibi_slopes=alibi_slopes, sinks=sinks, blocks=blocks, params=modified.params
+        )
     training = asks_for_gradients(q, k, v, extras)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()

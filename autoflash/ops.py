@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autoflash import paths
-from autoflash.arguments import Options, check_tensors, policy_of
+from autoflash.arguments import Options, check_tensors, policy_of, wants_tf32
 from autoflash.calls import Calls, Pair, Prepared, Triple
 from autoflash.errors import UnsupportedError
 from autoflash.runtime.executable import (
@@ -98,6 +98,11 @@ def layouts_of(extras: Extras) -> tuple[object, ...]:
     params = tuple((param.dtype, param.shape, param.stride()) for param in extras.params)
     lists = None if extras.query_blocks is None else extras.query_blocks.shape
     return _layout_of(extras.mask), _layout_of(extras.bias), extras.sinks is None, each, lists, params
+
+
+def call_key_of(q: Tensor, k: Tensor, v: Tensor, options: Options, extras: Extras) -> tuple[object, ...]:
+    """What the prepared call of a featured problem is kept under, for tensors of layout [B, H, S, D]."""
+    return call_key(q, k, v, options, *layouts_of(extras), wants_tf32(q))
 
 
 def _layout_of(mask: Tensor | None) -> tuple[object, ...] | None:

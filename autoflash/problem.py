@@ -458,11 +458,12 @@ class Cell:
         return keys.key("cell", self.to_dict())
 
     def __str__(self) -> str:
-        """Short form for people, such as ``forward/bf16/d128/causal/q4096/k4096``."""
+        """Short form for people, such as ``forward/bf16/d128/causal/q4096/k4096``; different for different cells."""
         parts = [self.op.value, self.dtype.value + ("+tf32" if self.tf32 else "")]
         parts.append(f"d{self.head_dim}" + ("" if self.head_dim_v == self.head_dim else f"-{self.head_dim_v}"))
         parts += [f"gqa{self.group}"] if self.group > 1 else []
-        parts += ["+".join([self.mask.value, *(feature.value for feature in self.features)])]
+        lines = {feature: f"({_short(getattr(self, name))})" for name, feature in _LINES.items()}
+        parts += ["+".join([self.mask.value, *(feature.value + lines.get(feature, "") for feature in self.features)])]
         parts += [f"w{2**self.window_bucket}"] if self.window_bucket else []
         parts += ["deterministic"] if self.deterministic else []
         parts += [f"q{2**self.q_bucket}", f"k{2**self.k_bucket}"]
@@ -472,6 +473,14 @@ class Cell:
 
 _LINES = {"score_mod": Feature.SCORE_MOD, "mask_mod": Feature.MASK_MOD}
 """Fields of a cell that hold an expression, and the features that they stand for."""
+
+
+def _short(line: str, most: int = 24) -> str:
+    """The expression of a line where that is short and all; else how it begins, and a digest of the line."""
+    head, _, expression = line.partition(" = ")
+    if head.endswith("()") and len(expression) <= most:
+        return expression
+    return f"{expression[:most].rstrip()}~{keys.digest(line)[:6]}"
 
 
 def features_text(features: tuple[Feature, ...]) -> str:

@@ -166,7 +166,7 @@ class Verification:
         passed: Whether every comparison was inside the gate.
         worst_ratio: Largest error in units of what the gate allows; above 1 means failed.
         detail: The worst comparison in words, or why it failed.
-        checks: How many problems were compared.
+        checks: How many problems were compared; 0 where the kernel refused all of them, or there was no answer.
     """
 
     level: Level

@@ -63,6 +63,16 @@ def _empty_is_nan(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(owner, name, _filled_with_nan(getattr(owner, name)))
 
 
+@pytest.fixture(scope="module")
+def no_records() -> Iterator[None]:
+    """Choices are made anew, and kept for the whole module: each form is verified once."""
+    import autoflash
+
+    autoflash.forget()
+    yield
+    autoflash.forget()
+
+
 def _filled_with_nan(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def allocate_nan(*args: object, **options: object) -> torch.Tensor:
         tensor = allocate(*args, **options)

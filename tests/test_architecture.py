@@ -28,7 +28,7 @@ HOMES = {
         "calls.py",
         "control.py",
         "ops.py",
-        "packing.py",
+        "extras.py",
         "evaluate/",
         "runtime/",
         "dispatch/resolve.py",

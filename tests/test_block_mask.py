@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,31 +12,19 @@ from torch import Tensor
 import autoflash
 from autoflash import BlockMask, block_mask
 from autoflash.errors import ExpressionError, InvalidProblemError, UnsupportedError
+from tests.grouped import DOCUMENTS, B, D, H, attended, normal
 
-pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.usefixtures("no_records"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
-B, H, H_KV, M, N, D = 2, 4, 2, 300, 420, 16
-DOCUMENTS = "doc[b, q_idx] == doc[b, kv_idx]"
+M, N = 300, 420
 HEADS = "kv_idx <= q_idx + 130 * h"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_records() -> Iterator[None]:
-    """Choices are made anew, and kept for the whole module: each form is verified once."""
-    autoflash.forget()
-    yield
-    autoflash.forget()
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
 def tensors(grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = normal(B, H, M, D), normal(B, H_KV, N, D), normal(B, H_KV, N, D + 8)
-    for x in (q, k, v):
-        x.requires_grad_(grad)
-    return q, k, v
+    return attended(M, N, grad)
 
 
 def documents() -> Tensor:

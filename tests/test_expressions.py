@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,32 +12,20 @@ import autoflash
 from autoflash.errors import ExpressionError, InvalidProblemError, UnsupportedError
 from autoflash.runtime import modifiers
 from autoflash.runtime.executable import SINGLE
+from tests.grouped import DOCUMENTS, H_KV, B, D, H, attended, normal
 
-pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+pytestmark = [
+    pytest.mark.usefixtures("no_records"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
 
-B, H, H_KV, M, N, D = 2, 4, 2, 20, 28, 16
+M, N = 20, 28
 RELATIVE = "score + table[h, q_idx - kv_idx + n]"
-DOCUMENTS = "doc[b, q_idx] == doc[b, kv_idx]"
 EXTRA: dict[str, Any] = {"score_mod": RELATIVE, "mask_mod": DOCUMENTS}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _no_records() -> Iterator[None]:
-    """Choices are made anew, and kept for the whole module: each form is verified once."""
-    autoflash.forget()
-    yield
-    autoflash.forget()
-
-
-def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
 def tensors(grad: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = normal(B, H, M, D), normal(B, H_KV, N, D), normal(B, H_KV, N, D + 8)
-    for x in (q, k, v):
-        x.requires_grad_(grad)
-    return q, k, v
+    return attended(M, N, grad)
 
 
 def params(grad: bool = False) -> dict[str, Any]:

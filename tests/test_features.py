@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,13 +26,7 @@ from tests.featured import (
     tensors,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_records() -> Iterator[None]:
-    """Choices are made anew, and kept for the whole module: each form is verified once."""
-    autoflash.forget()
-    yield
-    autoflash.forget()
+pytestmark = pytest.mark.usefixtures("no_records")
 
 
 CASES: dict[str, Case] = {

@@ -8,7 +8,7 @@ import math
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,15 +19,10 @@ import autoflash
 from autoflash.errors import InvalidProblemError, NoKernelError
 from autoflash.evaluate import reference
 
+pytestmark = pytest.mark.usefixtures("no_records")
+
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_records() -> Iterator[None]:
-    autoflash.forget()
-    yield
-    autoflash.forget()
 
 
 def half(device: str) -> torch.dtype:

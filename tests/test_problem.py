@@ -86,6 +86,31 @@ def test_a_cell_reads_well() -> None:
     assert str(cell) == "forward/bf16/d128/gqa4/causal/q4096/k4096"
 
 
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("score_mod() = score * 2", "full+score_mod(score * 2)+sinks"),
+        ("score_mod(t: float 1) = score + t[h]", "full+score_mod(score + t[h]~0a4c8b)+sinks"),
+        ("score_mod(t: int 1) = score + t[h]", "full+score_mod(score + t[h]~b209d6)+sinks"),
+        ("score_mod() = score - 0.5 * abs(q_idx - kv_idx)", "full+score_mod(score - 0.5 * abs(q_idx~3488b4)+sinks"),
+    ],
+)
+def test_cells_of_different_expressions_read_differently(line: str, shown: str) -> None:
+    cell = make_cell(features=(Feature.SCORE_MOD, Feature.SINKS), score_mod=line, q_bucket=12, head_dim=64)
+
+    assert str(cell) == f"forward/bf16/d64/{shown}/q4096/k4096"
+
+
+def test_a_cell_shows_both_of_its_expressions() -> None:
+    cell = make_cell(
+        features=(Feature.SCORE_MOD, Feature.MASK_MOD),
+        score_mod="score_mod() = score * 2",
+        mask_mod="mask_mod() = q_idx >= kv_idx",
+    )
+
+    assert "/full+score_mod(score * 2)+mask_mod(q_idx >= kv_idx)/" in str(cell)
+
+
 _Bounds = tuple[int | None, int | None]
 
 

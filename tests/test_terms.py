@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,7 @@ from autoflash.evaluate import reference
 from tests.featured import LENGTHS_K, LENGTHS_Q, B, D, H, M, N, bool_mask, float_mask, offsets, packed, tensors
 from tests.termed import DTYPES, TOLERANCE, derived
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_records() -> Iterator[None]:
-    """Choices are made anew, and kept for the whole module: each form is verified once."""
-    autoflash.forget()
-    yield
-    autoflash.forget()
+pytestmark = pytest.mark.usefixtures("no_records")
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 4) -> Tensor:

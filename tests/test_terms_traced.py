@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,13 +11,7 @@ from autoflash.errors import UnsupportedError
 from tests.featured import LENGTHS_K, LENGTHS_Q, B, H, M, offsets, packed, tensors
 from tests.test_terms import BIASES, CASES, EACH_SLOPES, SINKS, SLOPES, normal
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_records() -> Iterator[None]:
-    """Choices are made anew, and kept for the whole module: each form is verified once."""
-    autoflash.forget()
-    yield
-    autoflash.forget()
+pytestmark = pytest.mark.usefixtures("no_records")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

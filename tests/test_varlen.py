@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,13 +21,7 @@ from tests.featured import (
     packed,
 )
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _no_records() -> Iterator[None]:
-    """Choices are made anew, and kept for the whole module: each form is verified once."""
-    autoflash.forget()
-    yield
-    autoflash.forget()
+pytestmark = pytest.mark.usefixtures("no_records")
 
 
 @pytest.mark.parametrize("tail", [0, 9])

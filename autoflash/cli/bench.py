@@ -8,6 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import click
+from rich.markup import escape
 from rich.progress import Progress
 
 import autoflash
@@ -144,7 +145,7 @@ def _grid(common: Common, device: Device, grid: Grid, flex: bool, out: Path | No
             decisions,
             backends=backends,
             seed=common.seed or 0,
-            on_row=lambda row: progress.update(task, advance=1, description=str(cell_of(row.problem, device))),
+            on_row=lambda row: progress.update(task, advance=1, description=escape(str(cell_of(row.problem, device)))),
         )
     report = _report(device, grid, rows)
     kind = [f"group{grid.group}"] if grid.group > 1 else []
@@ -168,7 +169,7 @@ def _systems(common: Common, device: Device, grid: Grid, out: Path | None) -> No
             device,
             table.load(common.db, common.table),
             seed=common.seed or 0,
-            on_problem=lambda problem: status.update(f"comparing {cell_of(problem, device)}"),
+            on_problem=lambda problem: status.update(escape(f"comparing {cell_of(problem, device)}")),
         )
     rows: list[Json] = [bench_systems.comparison_json(one) for one in compared]
     report = {**_about(device), "command": "autoflash bench --systems", "problems": rows}
@@ -187,7 +188,7 @@ def _blocks(common: Common, device: Device, grid: Grid, out: Path | None) -> Non
             device,
             table.load(common.db, common.table),
             seed=common.seed or 0,
-            on_row=lambda row: status.update(f"timed {cell_of(row.problem, device)}"),
+            on_row=lambda row: status.update(escape(f"timed {cell_of(row.problem, device)}")),
         )
     found: list[Json] = [bench_blocks.row_json(row) for row in rows]
     report = {**_about(device), "command": plot_blocks.COMMAND, "rows": found}
@@ -272,7 +273,7 @@ def _exhaustive(common: Common, device: Device, grid: Grid) -> None:
         space = catalog.search_space(cell, device, family)
         variants = space.variants()
         with Progress(console=common.progress, transient=True) as progress:
-            task = progress.add_task(str(cell), total=len(variants))
+            task = progress.add_task(escape(str(cell)), total=len(variants))
             found = sweep(
                 problem,
                 device,

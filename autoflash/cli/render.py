@@ -52,5 +52,5 @@ def _winner(wanted: VariantOptions, cell: Cell, device: Device, common: Common) 
     decision = find_decision(common, cell, device)
     if decision is not None and decision.choices:
         return decision.choices[0].variant
-    common.progress.print(f"Nothing is recorded for {cell}; this is the default.", style="dim")
+    common.progress.print(f"Nothing is recorded for {cell}; this is the default.", style="dim", markup=False)
     return wanted.variant(cell, device)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 from click.core import ParameterSource
+from rich.markup import escape
 
 from autoflash.cli.options import Common, ProblemOptions, common_options, problem_options
 from autoflash.cli.output import Column, number, print_json, print_table
@@ -101,7 +102,7 @@ def command(
     checked = []
     with common.progress.status("verifying") as status:
         for problem, variant in pairs:
-            status.update(f"verifying {cell_of(problem, device)}: {variant}")
+            status.update(escape(f"verifying {cell_of(problem, device)}: {variant}"))
             checked.append(_check(problem, variant, device, level))
     wrong = [one for one in checked if one.verification is not None and not one.verification.passed]
     if common.json:
@@ -160,7 +161,7 @@ def _recorded(common: Common, device: Device) -> Iterator[tuple[Problem, Variant
         try:
             problem = inside_of(decision.cell, device)
         except InvalidProblemError as error:
-            common.progress.print(f"{decision.cell} is left out: {error}", style="dim")
+            common.progress.print(f"{decision.cell} is left out: {error}", style="dim", markup=False)
             continue
         yield from ((problem, choice.variant) for choice in decision.choices)
 

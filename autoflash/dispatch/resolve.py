@@ -276,7 +276,8 @@ class Resolver:
             self._reject(cell, candidate.variant, f"{type(error).__name__}: {error}", walk)
             return False
         if not verification.passed:
-            self._reject(cell, candidate.variant, f"wrong results: {verification.detail}", walk)
+            kind = "wrong results: " if verification.checks else ""
+            self._reject(cell, candidate.variant, f"{kind}{verification.detail}", walk)
             return False
         self._verified[_form(cell), candidate.variant] = verification
         return True

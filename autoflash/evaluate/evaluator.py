@@ -14,7 +14,7 @@ from typing import cast
 import torch
 
 from autoflash.device import Device, DeviceKind
-from autoflash.errors import RenderError, UnsupportedError
+from autoflash.errors import NoKernelError, RenderError, UnsupportedError
 from autoflash.evaluate.benchmark import Call, benchmark, interleaved, make_call
 from autoflash.evaluate.verify import verify
 from autoflash.problem import Form, Problem
@@ -60,7 +60,7 @@ def screen(problem: Problem, variant: Variant, device: Device, binder: str = DEF
     def work(executable: Executable) -> Outcome:
         verification = verify(executable, problem, Level.SCREEN, device=device)
         if not verification.passed:
-            return Outcome(status=Status.CORRECTNESS, detail=verification.detail, verification=verification)
+            return _rejected(verification)
         call = make_call(executable, problem, device)
         measurement = benchmark(call, device, stage=Stage.SCREEN, min_ms=_SCREEN_MS)
         return _timed(Outcome(status=Status.CORRECT, verification=verification), measurement)
@@ -77,9 +77,9 @@ def verify_full(
         verification = verify(executable, problem, Level.FULL, device=device)
         if verification.passed and inside is not None:
             verification = _both(verification, verify(executable, inside, Level.SCREEN, device=device))
-        status = Status.CORRECT if verification.passed else Status.CORRECTNESS
-        detail = "" if verification.passed else verification.detail
-        return Outcome(status=status, detail=detail, verification=verification)
+        if not verification.passed:
+            return _rejected(verification)
+        return Outcome(status=Status.CORRECT, verification=verification)
 
     return _guarded(problem, variant, device, binder, work)
 
@@ -134,6 +134,13 @@ def _resolve(binder: str) -> Binder:
     return cast(Binder, getattr(importlib.import_module(module), name))
 
 
+def _rejected(verification: Verification) -> Outcome:
+    """Of a kernel that did not pass: it computes something else, or it refused every problem."""
+    if not verification.checks:
+        return Outcome(status=Status.CONSTRAINTS, detail=verification.detail)
+    return Outcome(status=Status.CORRECTNESS, detail=verification.detail, verification=verification)
+
+
 def _timed(outcome: Outcome, measurement: Measurement) -> Outcome:
     """The outcome with its time; a time that is none is a failure."""
     if 0.0 < measurement.median_us < math.inf:
@@ -157,7 +164,7 @@ def _untried(cause: Outcome) -> Outcome:
 
 
 def _status_of(error: Exception) -> Status:
-    if isinstance(error, UnsupportedError):
+    if isinstance(error, (NoKernelError, UnsupportedError)):
         return Status.CONSTRAINTS
     # By name, since Triton need not be installed: its compiler raises CompilationError, and plain RuntimeError when
     # a pass of MLIR fails.

@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from autoflash.errors import NoKernelError
 from autoflash.problem import Problem
-from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
+from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall, asked_terms, refuse_unable
 from autoflash.runtime.vendor import KeptGraph, forward_without_lse
 from autoflash.trial import Resources
 from autoflash.variant import Variant
@@ -52,7 +51,7 @@ class Peer(ABC):
         Raises:
             NoKernelError: where :meth:`why_not` has something to say.
         """
-        self._check(problem, q, k, v)
+        refuse_unable(self, problem, q, k, v)
         return forward_without_lse(self.attend(problem, q, scale, extras))
 
     def prepare_backward(
@@ -71,17 +70,6 @@ class Peer(ABC):
         Raises:
             NoKernelError: where :meth:`why_not` has something to say.
         """
-        self._check(problem, q, k, v)
-        leaves = _leaves(problem, extras)
+        refuse_unable(self, problem, q, k, v)
+        leaves = {name: getattr(extras, name).detach().requires_grad_() for name in asked_terms(problem)}
         return KeptGraph(self.attend(problem, q, scale, extras.replaced(leaves)), leaves)
-
-    def _check(self, problem: Problem, *tensors: Tensor) -> None:
-        reason = self.why_not(problem, *tensors)
-        if reason is not None:
-            raise NoKernelError(reason)
-
-
-def _leaves(problem: Problem, extras: Extras) -> dict[str, Tensor]:
-    """The terms whose gradients a problem asks for, by name, as leaves of autograd."""
-    asked = {"bias": problem.bias_gradient, "alibi_slopes": problem.alibi_gradient}
-    return {name: getattr(extras, name).detach().requires_grad_() for name, is_asked in asked.items() if is_asked}

@@ -128,21 +128,9 @@ def attention(
         InvalidProblemError: if the shapes do not belong together, or an argument means nothing.
         ValueError: if ``causal`` names no alignment.
     """
-    _check(q, k, v)
-    semantics = Semantics.of(
-        q,
-        k,
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        mask=mask,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        modifiers=Modifiers.of_call(score_mod, mask_mod, score_params, q.device),
-        dropout_p=dropout_p,
-        rng=rng,
+    modifiers = Modifiers.of_call(score_mod, mask_mod, score_params, q.device)
+    semantics = _semantics(
+        q, k, v, causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, modifiers, dropout_p, rng
     )
     out, lse = exact.forward(q, v, exact.tiles(q, k, semantics))
     return (out, lse) if return_lse else out
@@ -177,21 +165,9 @@ def gradients(
     Returns:
         dq, dk and dv in the shapes of q, k and v; those of shared key/value heads are summed over their query heads.
     """
-    _check(q, k, v)
-    semantics = Semantics.of(
-        q,
-        k,
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        mask=mask,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        modifiers=Modifiers.of_call(score_mod, mask_mod, score_params, q.device),
-        dropout_p=dropout_p,
-        rng=rng,
+    modifiers = Modifiers.of_call(score_mod, mask_mod, score_params, q.device)
+    semantics = _semantics(
+        q, k, v, causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, modifiers, dropout_p, rng
     )
     return exact.backward(q, k, v, dout, dlse, semantics.scale, exact.tiles(q, k, semantics))
 
@@ -218,21 +194,9 @@ def term_gradients(
     rng: Rng | None = None,
 ) -> TermGradients:
     """As :func:`gradients`, by the terms that are given: a tuple with the name of each, in its shape; else None."""
-    _check(q, k, v)
-    semantics = Semantics.of(
-        q,
-        k,
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        mask=mask,
-        bias=bias,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        modifiers=Modifiers.of_call(score_mod, mask_mod, score_params, q.device),
-        dropout_p=dropout_p,
-        rng=rng,
+    modifiers = Modifiers.of_call(score_mod, mask_mod, score_params, q.device)
+    semantics = _semantics(
+        q, k, v, causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, modifiers, dropout_p, rng
     )
     made = exact.term_gradients(q, v, dout, dlse, semantics, exact.tiles(q, k, semantics))
     given = {"bias": bias, "alibi_slopes": alibi_slopes}
@@ -314,18 +278,8 @@ def attention_varlen(
         The output [T, H, D_V] and, if asked, the log-sum-exp [H, T]. Rows behind the last sequence get 0 and -inf.
     """
     packed = _packed(q, k, v)
-    semantics = Semantics.of(
-        *packed[:2],
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        mask=None,
-        bias=None,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        rng=rng,
+    semantics = _semantics(
+        *packed, causal, scale, window, softcap, None, None, alibi_slopes, sinks, None, dropout_p, rng
     ).packed(cu_seqlens_q, cu_seqlens_k)
     out, lse = exact.forward(packed[0], packed[2], exact.tiles(*packed[:2], semantics))
     return (_unpacked(out), lse[0]) if return_lse else _unpacked(out)
@@ -351,18 +305,8 @@ def gradients_varlen(
 ) -> Triple:
     """Exact gradients of :func:`attention_varlen`: dq, dk, dv in the shapes of q, k, v. ``dlse`` is [H, T]."""
     packed = _packed(q, k, v)
-    semantics = Semantics.of(
-        *packed[:2],
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        mask=None,
-        bias=None,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        rng=rng,
+    semantics = _semantics(
+        *packed, causal, scale, window, softcap, None, None, alibi_slopes, sinks, None, dropout_p, rng
     ).packed(cu_seqlens_q, cu_seqlens_k)
     douts, dlses = dout.transpose(0, 1)[None], None if dlse is None else dlse[None]
     tiles = exact.tiles(*packed[:2], semantics)
@@ -390,18 +334,8 @@ def term_gradients_varlen(
 ) -> TermGradients:
     """As :func:`gradients_varlen`, by the terms that are given. ``dlse`` is [H, T]."""
     packed = _packed(q, k, v)
-    semantics = Semantics.of(
-        *packed[:2],
-        causal=causal,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        mask=None,
-        bias=None,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        rng=rng,
+    semantics = _semantics(
+        *packed, causal, scale, window, softcap, None, None, alibi_slopes, sinks, None, dropout_p, rng
     ).packed(cu_seqlens_q, cu_seqlens_k)
     douts, dlses = dout.transpose(0, 1)[None], None if dlse is None else dlse[None]
     made = exact.term_gradients(packed[0], packed[2], douts, dlses, semantics, exact.tiles(*packed[:2], semantics))
@@ -432,8 +366,43 @@ def plain(
     Returns:
         The output in q's dtype, and the log-sum-exp [B, H, M] in float32.
     """
-    _check(q, k, v)
-    semantics = Semantics.of(
+    modifiers = Modifiers.of_call(score_mod, mask_mod, score_params, q.device)
+    semantics = _semantics(
+        q, k, v, causal, scale, window, softcap, mask, bias, alibi_slopes, sinks, modifiers, dropout_p, rng
+    )
+    return yardstick.plain(q, k, v, semantics)
+
+
+def _in_shape(made: TermGradients, given: dict[str, Tensor]) -> TermGradients:
+    """The gradients in the shapes of the terms as they were given."""
+    return made._replace(**{name: getattr(made, name).view(term.shape) for name, term in given.items()})
+
+
+def _semantics(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: Causal,
+    scale: float | None,
+    window: Window,
+    softcap: float | None,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    modifiers: Modifiers | None,
+    dropout_p: float,
+    rng: Rng | None,
+) -> Semantics:
+    """What the arguments of these functions mean, for tensors whose shapes belong together."""
+    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
+    if not q.dim() == k.dim() == v.dim() == 4:
+        raise InvalidProblemError(f"q, k and v must have four dimensions [B, H, S, D], got {shapes}")
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+        raise InvalidProblemError(f"batch, key/value heads, key length and head_dim must agree, got {shapes}")
+    if q.shape[1] % k.shape[1]:
+        raise InvalidProblemError(f"query heads must be a multiple of key/value heads, got {shapes}")
+    return Semantics.of(
         q,
         k,
         causal=causal,
@@ -444,26 +413,10 @@ def plain(
         bias=bias,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
-        modifiers=Modifiers.of_call(score_mod, mask_mod, score_params, q.device),
+        modifiers=modifiers,
         dropout_p=dropout_p,
         rng=rng,
     )
-    return yardstick.plain(q, k, v, semantics)
-
-
-def _in_shape(made: TermGradients, given: dict[str, Tensor]) -> TermGradients:
-    """The gradients in the shapes of the terms as they were given."""
-    return made._replace(**{name: getattr(made, name).view(term.shape) for name, term in given.items()})
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    if not q.dim() == k.dim() == v.dim() == 4:
-        raise InvalidProblemError(f"q, k and v must have four dimensions [B, H, S, D], got {shapes}")
-    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
-        raise InvalidProblemError(f"batch, key/value heads, key length and head_dim must agree, got {shapes}")
-    if q.shape[1] % k.shape[1]:
-        raise InvalidProblemError(f"query heads must be a multiple of key/value heads, got {shapes}")
 
 
 def _packed(q: Tensor, k: Tensor, v: Tensor) -> Triple:
@@ -471,9 +424,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor) -> Triple:
     if not q.dim() == k.dim() == v.dim() == 3:
         shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
         raise InvalidProblemError(f"packed q, k and v must have three dimensions [T, H, D], got {shapes}")
-    packed = q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
-    _check(*packed)
-    return packed
+    return q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None]
 
 
 def _unpacked(rows: Tensor) -> Tensor:

@@ -58,8 +58,8 @@ def verify(executable: Executable, problem: Problem, level: Level, *, device: De
     Every output is filled with NaN first; tensors lie in larger buffers whose margins, like the inputs, must be bitwise
     unchanged afterwards. Inputs make single keys decide single rows, at the borders of every block size. On a GPU the
     whole grid ends with repeated launches of many short tiles, which may show a race. Cases that the kernel refuses
-    by :meth:`~autoflash.runtime.executable.Executable.why_not` are left out; a log-sum-exp that it does not have is
-    not compared. What the kernel raises is not caught.
+    by :meth:`~autoflash.runtime.executable.Executable.why_not` are left out, and one that refuses all of them has
+    not passed, with 0 checks; a log-sum-exp that it does not have is not compared. What it raises is not caught.
 
     Args:
         executable: The kernel.
@@ -73,6 +73,8 @@ def verify(executable: Executable, problem: Problem, level: Level, *, device: De
         findings = _verify_cases(
             executable, screen_cases(problem) if level is Level.SCREEN else full_cases(problem), place
         )
+        if isinstance(findings, str):
+            return Verification(level=level, passed=False, worst_ratio=WORST_RATIO, detail=findings, checks=0)
         if level is Level.FULL and place != "cpu" and max(findings).ratio <= 1.0:
             findings += _verify_crowded(executable, crowded_case(problem, _multiprocessors(place)), place)
         if problem.deterministic and max(findings).ratio <= 1.0:
@@ -131,19 +133,19 @@ def _finding(error: float, allowed: float, words: str) -> Finding:
     return Finding(ratio, f"{words} is {error:.3g}, allowed {allowed:.3g}")
 
 
-def _verify_cases(executable: Executable, cases: Sequence[Case], device: str) -> list[Finding]:
-    """The worst finding of each case up to the first that fails; refusing all of them is one failure."""
+def _verify_cases(executable: Executable, cases: Sequence[Case], device: str) -> list[Finding] | str:
+    """The worst finding of each case up to the first that fails; the reason for the first where all are refused."""
     findings: list[Finding] = []
     refusal = ""
     for case in cases:
         compared = _verify_case(executable, case, device)
         if isinstance(compared, str):
-            refusal = compared
+            refusal = refusal or compared
             continue
         findings.append(compared)
         if compared.ratio > 1.0:
             break
-    return findings or [Finding(WORST_RATIO, f"every case is refused, for example because {refusal}")]
+    return findings or f"every case is refused, the first because {refusal}"
 
 
 def run_case(executable: Executable, case: Case, device: str) -> Run | str:

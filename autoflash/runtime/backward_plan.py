@@ -8,15 +8,19 @@ from dataclasses import dataclass
 
 from autoflash.problem import Problem
 from autoflash.runtime import backward_features, param_gradients
-from autoflash.runtime.launch import Constant, KernelPlan, Layout, Number, NumberArgument, TensorArgument
-from autoflash.runtime.layouts import (
-    ALIGNMENT_BYTES,
-    Operand,
-    block_dim,
-    descriptor_layout,
-    slots,
-    width_constants,
+from autoflash.runtime.backward_sizes import (
+    bias_sums_shape,
+    key_knobs,
+    padded_rows,
+    padding_rows,
+    row_knobs,
+    slopes_sums_shape,
+    stream_rows,
+    term_rows,
+    tiles_of,
 )
+from autoflash.runtime.launch import Constant, KernelPlan, Layout, Number, NumberArgument, TensorArgument
+from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, descriptor_layout, width_constants
 from autoflash.space.cost import column_blocks, splits_heads
 from autoflash.variant import Choices, Variant
 
@@ -28,13 +32,8 @@ of their gradients write, which comes last; a step names those that it takes by 
 
 _GIVEN = TENSORS.index("dbias")
 
-# The kernels before and after move memory: a tile of 8192 elements keeps 4 warps busy and few registers.
-_STREAM_ELEMENTS = 8192
+# The tiles of backward_sizes keep so many warps busy.
 _STREAM_WARPS = 4
-
-# The kernels of the gradients of terms: four tiles of 16 KiB fit every class of shared memory.
-_TERM_BYTES = 16 * 1024
-_TERM_ROWS = 64
 _TERM_WARPS = 4
 
 _NO_CONSTANTS: Mapping[str, Constant] = {}
@@ -72,15 +71,6 @@ class _Use:
     part: int = 0
 
 
-def padded_rows(problem: Problem, variant: Variant) -> int:
-    """Rows of the workspaces log2_sum and delta for each head: whole tiles of every kernel.
-
-    Of packed sequences, each has whole tiles of its own, at a place that is known without looking at the others.
-    """
-    rows = _padding(problem, variant)
-    return _slots(problem, problem.rows_q, rows) * rows
-
-
 def backward_steps(
     problem: Problem,
     variant: Variant,
@@ -111,63 +101,6 @@ def backward_steps(
     return first, planner.keys(), planner.postprocess(), *terms
 
 
-def bias_sums_shape(problem: Problem, bias: Sequence[int]) -> tuple[int, ...] | None:
-    """Of the float32 sums of each head that a kernel leaves of a gradient of this shape; None where it leaves none."""
-    heads = (problem.batch, problem.heads)
-    if bias[3] != problem.seqlen_k:
-        return (*heads, problem.seqlen_q, 1)
-    return None if bias[2] == problem.seqlen_q else (*heads, 1, problem.seqlen_k)
-
-
-def slopes_sums_shape(problem: Problem, variant: Variant) -> tuple[int, int, int]:
-    """Of the float32 shares of the gradient of the slopes, [B, H, tiles]; packed sequences have one each."""
-    tiles = 1 if problem.is_varlen else -(-problem.seqlen_q // _term_rows(problem, variant))
-    return problem.batch, problem.heads, tiles
-
-
-def param_sums_shapes(problem: Problem, variant: Variant) -> tuple[tuple[int, ...], ...]:
-    """Of the float32 sums that the kernel of each look-up of a parameter leaves; empty where it leaves none."""
-    rows = _term_rows(problem, variant)
-    return tuple(param_gradients.sums_shape(problem, one, rows) for one in param_gradients.look_ups(problem))
-
-
-def _row_knobs(variant: Variant) -> tuple[str, ...]:
-    return ("BLOCK_M",) if variant.structure.text("loop_order") == "key_outer" else ("BLOCK_M", "BLOCK_M2")
-
-
-def _key_knobs(variant: Variant) -> tuple[str, ...]:
-    return tuple(name.replace("_M", "_N") for name in _row_knobs(variant))
-
-
-def _stream_rows(problem: Problem) -> int:
-    widest = max(block_dim(problem.head_dim), block_dim(problem.head_dim_v))
-    return min(128, _STREAM_ELEMENTS // widest)
-
-
-def _padding(problem: Problem, variant: Variant) -> int:
-    """Rows of the largest tile of queries of any kernel, or of the blocks of a block mask; all are powers of two."""
-    has_terms = problem.bias_gradient or problem.alibi_gradient or problem.params_gradient
-    terms = [_term_rows(problem, variant)] if has_terms else []
-    return max(
-        _stream_rows(problem),
-        problem.block_size,
-        *terms,
-        *(variant.config.number(name) for name in _row_knobs(variant)),
-    )
-
-
-def _term_rows(problem: Problem, variant: Variant) -> int:
-    """Rows of each of the four tiles of vectors in a kernel of the gradient of a term: of so many bytes at most."""
-    widest = max(sum(column_blocks(width, variant.structure)) for width in (problem.head_dim, problem.head_dim_v))
-    rows = min(_TERM_ROWS, _TERM_BYTES // (widest * problem.dtype.itemsize))
-    return max(16, 1 << (rows.bit_length() - 1))
-
-
-def _slots(problem: Problem, length: int, rows: int) -> int:
-    """Tiles of a head; of packed sequences, each may begin and end within a tile, and so do the rows behind them."""
-    return slots(length, problem.batch, rows) if problem.is_varlen else -(-length // rows)
-
-
 class _Planner:
     """The facts that the steps of one call share."""
 
@@ -185,12 +118,12 @@ class _Planner:
         self._uses_tma = variant.structure.text("loads") == "tma"
         self._is_key_outer = variant.structure.text("loop_order") == "key_outer"
         self._padded_q = padded_rows(problem, variant)
-        self._stream_rows = _stream_rows(problem)
-        self._term_rows = _term_rows(problem, variant)
+        self._stream_rows = stream_rows(problem)
+        self._term_rows = term_rows(problem, variant)
         self._slopes_sums = slopes_sums_shape(problem, variant)
         # The kernels before and after hold vectors in one tile, whatever the others do.
         self._widths = width_constants(problem, Choices())
-        padding = _padding(problem, variant)
+        padding = padding_rows(problem, variant)
         self._features = backward_features.feature_arguments(problem, scale, operands, padding)
         params = backward_features.placed_params(operands.values())
         self._look_ups = param_gradients.look_ups(problem)
@@ -201,7 +134,7 @@ class _Planner:
         # The last block of a block mask is visited to its end.
         rows, keys = (
             [problem.block_size or self._config.number(name) for name in knobs]
-            for knobs in (_row_knobs(variant), _key_knobs(variant))
+            for knobs in (row_knobs(variant), key_knobs(variant))
         )
         even_m = fills and all(problem.seqlen_q % length == 0 for length in rows)
         even_n = fills and all(problem.seqlen_k % length == 0 for length in keys)
@@ -390,7 +323,7 @@ class _Planner:
         }
 
     def _tiles(self, length: int, rows: int) -> int:
-        return _slots(self._problem, length, rows)
+        return tiles_of(self._problem, length, rows)
 
     def _tile(self, which: str) -> dict[str, Constant]:
         return {name + which: self._config.number(name + which) for name in ("BLOCK_M", "BLOCK_N")}

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from autoflash.errors import NoKernelError
 from autoflash.problem import Problem
 from autoflash.trial import Resources
 from autoflash.variant import Variant
@@ -103,8 +104,7 @@ class TermGradients(NamedTuple):
     @classmethod
     def asked_by(cls, problem: Problem, extras: Extras) -> TermGradients:
         """All that a problem may ask for, to be written."""
-        asked = {"sinks": problem.sinks, "bias": problem.bias_gradient, "alibi_slopes": problem.alibi_gradient}
-        made = cls.unwritten(extras, [name for name, is_asked in asked.items() if is_asked])
+        made = cls.unwritten(extras, asked_terms(problem))
         wanted = [problem.params_gradient and tensor.dtype.is_floating_point for tensor in extras.params]
         return made._replace(params=unwritten_params(extras, wanted))
 
@@ -120,6 +120,12 @@ SINGLE_TERMS = tuple(name for name in TermGradients._fields if name != "params")
 """The gradients of extras that are one tensor each."""
 
 NO_TERMS = TermGradients()
+
+
+def asked_terms(problem: Problem) -> tuple[str, ...]:
+    """The extras of one tensor each whose gradients a problem may ask for."""
+    asked = {"sinks": problem.sinks, "bias": problem.bias_gradient, "alibi_slopes": problem.alibi_gradient}
+    return tuple(name for name, is_asked in asked.items() if is_asked)
 
 
 def unwritten_params(extras: Extras, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
@@ -220,3 +226,14 @@ class Executable(Protocol):
     def resources(self) -> Resources | None:
         """What the compiler said of the kernels loaded so far; None where nothing was compiled."""
         ...
+
+
+def refuse_unable(executable: Executable, problem: Problem, *tensors: Tensor) -> None:
+    """Let an executable prepare only what it can run.
+
+    Raises:
+        NoKernelError: where its ``why_not`` has something to say.
+    """
+    reason = executable.why_not(problem, *tensors)
+    if reason is not None:
+        raise NoKernelError(reason)

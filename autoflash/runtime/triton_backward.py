@@ -10,21 +10,14 @@ import torch
 from torch import Tensor
 
 from autoflash.device import Device
-from autoflash.errors import NoKernelError
 from autoflash.expression.sharing import scattered_parameters
 from autoflash.problem import Form, Problem
 from autoflash.runtime import launch
 from autoflash.runtime.backward_features import in_order, knows_layouts, mask_operands, usual_masks
-from autoflash.runtime.backward_plan import (
-    Step,
-    backward_steps,
-    bias_sums_shape,
-    padded_rows,
-    param_sums_shapes,
-    slopes_sums_shape,
-)
+from autoflash.runtime.backward_plan import Step, backward_steps
+from autoflash.runtime.backward_sizes import bias_sums_shape, padded_rows, param_sums_shapes, slopes_sums_shape
 from autoflash.runtime.compiled import CompiledExecutable
-from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS, BackwardCall, Extras, TermGradients
+from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS, BackwardCall, Extras, TermGradients, refuse_unable
 from autoflash.runtime.launch import KernelPlan, Launch
 from autoflash.runtime.layouts import ALIGNMENT_BYTES, TORCH_TYPES, Operand, strides_in_order_of, why_not_structure
 from autoflash.runtime.param_gradients import ParamSums, look_ups
@@ -192,9 +185,7 @@ class TritonBackward(CompiledExecutable):
             NoKernelError: where :meth:`why_not` has something to say.
             InvalidProblemError: if ``extras`` lacks a tensor that the problem has.
         """
-        reason = self.why_not(problem, q, k, v, dout)
-        if reason is not None:
-            raise NoKernelError(reason)
+        refuse_unable(self, problem, q, k, v, dout)
         masks = mask_operands(problem, extras)
         if problem.is_empty:
             return empty_backward

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from autoflash.device import Device
-from autoflash.errors import InvalidProblemError, NoKernelError
+from autoflash.errors import InvalidProblemError
 from autoflash.problem import Alignment, Form, MaskTensor, Problem
 from autoflash.runtime import dropout, launch
 from autoflash.runtime.backward_features import blocks_strides, knows_layouts, slopes_stride
 from autoflash.runtime.compiled import CompiledExecutable
-from autoflash.runtime.executable import NO_EXTRAS, Extras, ForwardCall
+from autoflash.runtime.executable import NO_EXTRAS, Extras, ForwardCall, refuse_unable
 from autoflash.runtime.launch import KernelPlan, Launch, Layout, Number, NumberArgument, TensorArgument
 from autoflash.runtime.layouts import (
     ALIGNMENT_BYTES,
@@ -260,9 +260,7 @@ class TritonForward(CompiledExecutable):
             NoKernelError: where :meth:`why_not` has something to say.
             InvalidProblemError: where a tensor is missing that the problem asks for.
         """
-        reason = self.why_not(problem, q, k, v)
-        if reason is not None:
-            raise NoKernelError(reason)
+        refuse_unable(self, problem, q, k, v)
         operands = self._operands(problem, (q, k, v))
         if problem.is_empty:
             _given(extras, _wanted_extras(problem))

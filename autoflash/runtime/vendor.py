@@ -11,9 +11,17 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from autoflash.device import Device, DeviceKind
-from autoflash.errors import NoKernelError, UnsupportedError
+from autoflash.errors import UnsupportedError
 from autoflash.problem import Alignment, Form, Pass, Problem
-from autoflash.runtime.executable import NO_EXTRAS, NO_TERMS, BackwardCall, Extras, ForwardCall, TermGradients
+from autoflash.runtime.executable import (
+    NO_EXTRAS,
+    NO_TERMS,
+    BackwardCall,
+    Extras,
+    ForwardCall,
+    TermGradients,
+    refuse_unable,
+)
 from autoflash.runtime.layouts import strides_in_order_of
 from autoflash.trial import Resources
 from autoflash.variant import Variant
@@ -93,7 +101,7 @@ class Vendor:
         Raises:
             NoKernelError: where :meth:`why_not` has something to say.
         """
-        self._check(problem, q, k, v)
+        refuse_unable(self, problem, q, k, v)
         attend = self._attend(problem, scale)
         wanted = strides_in_order_of((*q.shape[:3], v.shape[3]), q)
 
@@ -132,18 +140,13 @@ class Vendor:
         Raises:
             NoKernelError: where :meth:`why_not` has something to say.
         """
-        self._check(problem, q, k, v)
+        refuse_unable(self, problem, q, k, v)
         return KeptGraph(self._attend(problem, scale))
 
     def _attend(self, problem: Problem, scale: float) -> functools.partial[Tensor]:
         return functools.partial(
             _attend, backend=self._backend, causal=problem.causal, scale=scale, grouped=problem.group > 1
         )
-
-    def _check(self, problem: Problem, *tensors: Tensor) -> None:
-        reason = self.why_not(problem, *tensors)
-        if reason is not None:
-            raise NoKernelError(reason)
 
     def _cpu_refusal(self, problem: Problem, tensors: Sequence[Tensor]) -> str | None:
         if self._name not in ("flash", "math"):

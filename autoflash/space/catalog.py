@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -10,7 +9,7 @@ from functools import lru_cache
 from autoflash.device import Device, DeviceKind
 from autoflash.problem import Cell, DType, Feature, Mask, Parallelism, Pass
 from autoflash.space import constraint, cost, hopper, softmax
-from autoflash.space.knob import Knob, Part, always, split
+from autoflash.space.knob import Knob, Part, always, spellings, split
 from autoflash.variant import Choice, Choices, Family, Variant
 
 # 60 KiB fits every class of shared memory per block: 64 KiB (CDNA 3), 99 KiB (sm_86, sm_89, sm_120), 163 KiB
@@ -111,20 +110,11 @@ class SearchSpace:
     def scores(self) -> dict[Variant, float]:
         """The same with the static score of each; made once for all cells that share the space."""
         if not self._scores:
-            # Thousands of variants share a few structures and numbers.
-            shared: dict[Choices, Choices] = {}
-            for values in itertools.product(*(knob.values for knob in self.knobs)):
-                flat = dict(zip((knob.name for knob in self.knobs), values, strict=True))
-                if self._is_canonical(flat):
-                    structure, config = (shared.setdefault(one, one) for one in split(self.knobs, flat))
-                    variant = Variant(family=self.family, structure=structure, config=config)
-                    if constraint.why_not(variant, self.cell, self.device) is None:
-                        self._scores[variant] = cost.score(variant, self.cell, self.device)
+            for structure, config in spellings(self.knobs):
+                variant = Variant(family=self.family, structure=structure, config=config)
+                if constraint.why_not(variant, self.cell, self.device) is None:
+                    self._scores[variant] = cost.score(variant, self.cell, self.device)
         return dict(self._scores)
-
-    def _is_canonical(self, flat: Mapping[str, Choice]) -> bool:
-        """Whether every knob that does not apply stands at its default: skips the other spellings unbuilt."""
-        return all(flat[knob.name] == knob.default or knob.applies(flat) for knob in self.knobs)
 
 
 def families(op: Pass, device: Device, features: tuple[Feature, ...] = ()) -> tuple[Family, ...]:

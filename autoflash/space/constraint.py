@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from autoflash.device import Device, DeviceKind
 from autoflash.expression.sharing import scattered_parameters
 from autoflash.problem import LEAST_BLOCK, Cell, DType, Feature, Pass, features_text
@@ -38,15 +40,14 @@ def why_unable(variant: Variant, cell: Cell) -> str | None:
     """Why a variant's templates do not do what a cell asks for beyond plain attention; None where they do."""
     if not cell.features:
         return None
-    asked = features_text(cell.features)
     if variant.family in (Family.GLUON_SM90, Family.VENDOR):
-        return f"{variant.family.value} kernels do plain attention, not {asked}"
+        return f"{variant.family.value} kernels do plain attention, not {features_text(cell.features)}"
     if variant.family is not Family.TRITON:
         return None
     if cell.op is Pass.FORWARD and variant.structure.get("loop_order") == "key_outer":
-        return f"the forward with keys outside does plain attention, not {asked}"
+        return f"the forward with keys outside does plain attention, not {features_text(cell.features)}"
     if is_left_to_torch(cell.features):
-        return f"triton kernels do not do {asked} together"
+        return f"triton kernels do not do {features_text(cell.features)} together"
     if Feature.VARLEN in cell.features and variant.structure.get("loads") == "tma":
         return "a tensor descriptor knows no ends of packed sequences"
     if cell.deterministic and Feature.PARAMS_GRADIENT in cell.features:
@@ -86,26 +87,33 @@ def _determinism(variant: Variant, cell: Cell) -> str | None:
 
 
 def _tiles(variant: Variant, cell: Cell, device: Device) -> str | None:
-    for tile in cost.tiles(variant, cell):
-        if tile.warps * 16 > max(tile.rows, 64) and tile.warps > 4 and cell.op is Pass.FORWARD:
-            return f"{tile.warps} warps share {tile.rows} rows: fewer than 16 for each"
-        if (limit := _round_up(tile.rows_there_are)) < tile.rows:
-            return f"a block of {tile.rows} for a sequence of at most {limit}"
-        if (limit := _round_up(tile.steps_there_are)) < tile.step:
-            return f"a step of {tile.step} for a sequence of at most {limit}"
-        registers = tile.accumulator_registers(device.warp_size)
-        if registers >= _REGISTERS[device.kind]:
-            return f"the accumulators need {registers} registers per thread, {_REGISTERS[device.kind]} exist"
-        # True float32 products run on FMA units, which want small tiles: larger ones spill by the kilobyte.
-        if (
-            cell.dtype is DType.FP32
-            and not cell.tf32
-            and tile.rows * tile.accumulated > 64 * 64 * 2 * tile.accumulators
-        ):
-            return "float32 without TF32 needs smaller tiles"
-    floor = cost.shared_floor(variant, cell)
+    tiles = cost.tiles(variant, cell)
+    # True float32 products run on FMA units, which want small tiles: larger ones spill by the kilobyte.
+    on_fma = cell.dtype is DType.FP32 and not cell.tf32
+    for tile in tiles:
+        reason = _tile(tile, cell.op, on_fma, device)
+        if reason is not None:
+            return reason
+    floor = max(tile.shared_floor(cell.dtype) for tile in tiles)
     if floor > device.shared_bytes:
         return f"needs at least {floor} bytes of shared memory, {device.arch} has {device.shared_bytes}"
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _tile(tile: cost.Tile, op: Pass, on_fma: bool, device: Device) -> str | None:
+    """Why no program is like this. Thousands of variants share a few kinds of programs."""
+    if tile.warps * 16 > max(tile.rows, 64) and tile.warps > 4 and op is Pass.FORWARD:
+        return f"{tile.warps} warps share {tile.rows} rows: fewer than 16 for each"
+    if (limit := _round_up(tile.rows_there_are)) < tile.rows:
+        return f"a block of {tile.rows} for a sequence of at most {limit}"
+    if (limit := _round_up(tile.steps_there_are)) < tile.step:
+        return f"a step of {tile.step} for a sequence of at most {limit}"
+    registers = tile.accumulator_registers(device.warp_size)
+    if registers >= _REGISTERS[device.kind]:
+        return f"the accumulators need {registers} registers per thread, {_REGISTERS[device.kind]} exist"
+    if on_fma and tile.rows * tile.accumulated > 64 * 64 * 2 * tile.accumulators:
+        return "float32 without TF32 needs smaller tiles"
     return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autoflash.device import Device, DeviceKind
 from autoflash.problem import Cell, DType, Feature, Mask, Pass
@@ -19,6 +20,7 @@ from autoflash.variant import Choices, Family, Variant
 _CORE_CACHE_BYTES = 2**20
 _USUAL_HEADS = 8
 _ROW_STATISTICS_BYTES = 1024
+_PAIR_BYTES = {Feature.BIAS: 4, Feature.FLOAT_MASK: 4, Feature.BOOL_MASK: 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +66,20 @@ class Tile:
         masks = max(1, self.stages - 1) * self.mask_bytes * self.rows * self.step
         return operands * itemsize + masks + self.extra_bytes
 
+    def shared_floor(self, dtype: DType) -> int:
+        """Shared memory that no compiler can do without: what the program must have in flight between stages."""
+        # Operands of FMA products need not be staged at all.
+        return 0 if dtype is DType.FP32 else self.staged * (self.stages - 1) * self.step * dtype.itemsize
+
     def registers(self, warp_size: int, itemsize: int) -> int:
         """A guess of the registers per thread: accumulators, the score tile twice, its mask, and addresses."""
         threads = self.warps * warp_size
         each = (1.0 + itemsize / 4) * (1.0 if self.accumulators == 1 else 1.2) + self.mask_bytes / 4
         return min(255, 32 + self.accumulator_registers(warp_size) + round(self.rows * self.step * each / threads))
+
+
+_shared_tile = lru_cache(maxsize=4096)(Tile)
+"""Thousands of variants share a few kinds of programs."""
 
 
 def padded(head_dim: int) -> int:
@@ -104,7 +115,7 @@ def gains_from_parts(cell: Cell) -> bool:
 
 def columns(variant: Variant, head_dim: int) -> int:
     """Columns of the tiles that hold vectors of a head dimension."""
-    return sum(column_blocks(head_dim, variant.structure))
+    return in_parts(head_dim) if splits_heads(variant.structure) else padded(head_dim)
 
 
 def tiles(variant: Variant, cell: Cell) -> tuple[Tile, ...]:
@@ -115,11 +126,12 @@ def tiles(variant: Variant, cell: Cell) -> tuple[Tile, ...]:
     width, width_v = columns(variant, cell.head_dim), columns(variant, cell.head_dim_v)
     queries, keys = 2**cell.q_bucket, 2**cell.k_bucket
     block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
+    pair_bytes = mask_bytes(cell)
     stages, warps = config.number("num_stages"), config.number("num_warps")
     if cell.op is Pass.FORWARD:
         waits = structure["pv_order"] == "under_next_softmax"
         return (
-            Tile(
+            _shared_tile(
                 rows=block_m,
                 step=block_n,
                 accumulators=1,
@@ -128,7 +140,7 @@ def tiles(variant: Variant, cell: Cell) -> tuple[Tile, ...]:
                 staged=width + width_v,
                 # Without pipelining K and V are never alive together.
                 at_once=max(width, width_v),
-                mask_bytes=mask_bytes(cell),
+                mask_bytes=pair_bytes,
                 extra_bytes=block_m * block_n * cell.dtype.itemsize if waits else 0,
                 stages=stages,
                 warps=warps,
@@ -136,7 +148,7 @@ def tiles(variant: Variant, cell: Cell) -> tuple[Tile, ...]:
                 steps_there_are=keys,
             ),
         )
-    key_program = Tile(
+    key_program = _shared_tile(
         rows=block_n,
         step=block_m,
         accumulators=2,
@@ -144,7 +156,7 @@ def tiles(variant: Variant, cell: Cell) -> tuple[Tile, ...]:
         resident=width + width_v,
         staged=width + width_v,
         at_once=width + width_v,
-        mask_bytes=mask_bytes(cell),
+        mask_bytes=pair_bytes,
         extra_bytes=0,
         stages=stages,
         warps=warps,
@@ -153,7 +165,7 @@ def tiles(variant: Variant, cell: Cell) -> tuple[Tile, ...]:
     )
     if structure["loop_order"] == "key_outer":
         return (key_program,)
-    query_program = Tile(
+    query_program = _shared_tile(
         rows=config.number("BLOCK_M2"),
         step=config.number("BLOCK_N2"),
         accumulators=1,
@@ -161,7 +173,7 @@ def tiles(variant: Variant, cell: Cell) -> tuple[Tile, ...]:
         resident=width + width_v,
         staged=width + width_v,
         at_once=width + width_v,
-        mask_bytes=mask_bytes(cell),
+        mask_bytes=pair_bytes,
         extra_bytes=0,
         stages=config.number("num_stages2"),
         warps=config.number("num_warps2") if structure["loop_order"] == "split" else warps,
@@ -173,8 +185,7 @@ def tiles(variant: Variant, cell: Cell) -> tuple[Tile, ...]:
 
 def mask_bytes(cell: Cell) -> int:
     """Bytes of the elements of a mask tensor and a bias for one pair: numbers may be float32. 0 without any."""
-    sizes = {Feature.BIAS: 4, Feature.FLOAT_MASK: 4, Feature.BOOL_MASK: 1}
-    return sum(size for feature, size in sizes.items() if feature in cell.features)
+    return sum(_PAIR_BYTES.get(feature, 0) for feature in cell.features)
 
 
 def shared_bytes(variant: Variant, cell: Cell) -> int:
@@ -201,17 +212,6 @@ def most_shared_bytes(variant: Variant, cell: Cell, device: Device) -> int:
     return most
 
 
-def shared_floor(variant: Variant, cell: Cell) -> int:
-    """Shared memory per block that no compiler can do without: what it must have in flight between stages."""
-    if cell.dtype is DType.FP32:
-        # Operands of FMA products need not be staged at all.
-        return 0
-    return max(
-        (tile.staged * (tile.stages - 1) * tile.step * cell.dtype.itemsize for tile in tiles(variant, cell)),
-        default=0,
-    )
-
-
 def score(variant: Variant, cell: Cell, device: Device, resources: Resources | None = None) -> float:
     """A rank for candidates before any of them is timed: higher is tried first, the unit means nothing.
 
@@ -225,7 +225,8 @@ def score(variant: Variant, cell: Cell, device: Device, resources: Resources | N
         return _portable_score(variant, cell)
     if variant.family is Family.GLUON_SM90:
         return hopper.score(variant, cell, resources)
-    parts = [_tile_score(tile, cell, device, resources) for tile in tiles(variant, cell)]
+    itemsize, bucket = cell.dtype.itemsize, cell.window_bucket
+    parts = [_tile_score(tile, itemsize, bucket, device, resources) for tile in tiles(variant, cell)]
     if not parts:
         return 0.0
     # TMA loads are about 10 % faster than pointers forward, 3 % backward (measured on sm_90).
@@ -243,9 +244,9 @@ def score(variant: Variant, cell: Cell, device: Device, resources: Resources | N
     return sum(parts) / len(parts) + bonus
 
 
-def window_waste(rows: int, step: int, cell: Cell) -> float:
+def window_waste(rows: int, step: int, window_bucket: int) -> float:
     """How many times the keys of a window, in powers of two, blocks of these lengths make a program visit."""
-    return math.log2(1.0 + (rows + step) / 2.0**cell.window_bucket) if cell.window_bucket else 0.0
+    return math.log2(1.0 + (rows + step) / 2.0**window_bucket) if window_bucket else 0.0
 
 
 def occupancy(registers: int, shared: int, warps: int, device: Device) -> int:
@@ -256,12 +257,13 @@ def occupancy(registers: int, shared: int, warps: int, device: Device) -> int:
     return min(file // (max(registers, 16) * threads), by_shared, 2048 // threads)
 
 
-def _tile_score(tile: Tile, cell: Cell, device: Device, resources: Resources | None) -> float:
-    itemsize = cell.dtype.itemsize
+@lru_cache(maxsize=4096)
+def _tile_score(tile: Tile, itemsize: int, window_bucket: int, device: Device, resources: Resources | None) -> float:
+    """Thousands of variants share a few kinds of programs."""
     shared = resources.shared_bytes if resources else tile.shared_bytes(itemsize)
     registers = resources.registers if resources else tile.registers(device.warp_size, itemsize)
     spills = resources.spill_bytes if resources else 0
-    return -window_waste(tile.rows, tile.step, cell) + schedule_score(
+    return -window_waste(tile.rows, tile.step, window_bucket) + schedule_score(
         rows=tile.rows,
         step=tile.step,
         warps=tile.warps,
@@ -311,7 +313,7 @@ def _portable_score(variant: Variant, cell: Cell) -> float:
     # From half the cache to four times it, nothing is lost (measured).
     fit = -0.5 * max(0.0, abs(math.log2(heads * rows * step * 4 / (1.5 * _CORE_CACHE_BYTES))) - 1.5)
     waste = math.log2(1.0 + (rows + step) / 2.0**cell.k_bucket) if cell.mask is Mask.CAUSAL else 0.0
-    waste = window_waste(rows, step, cell) or waste
+    waste = window_waste(rows, step, cell.window_bucket) or waste
     order = 0.0 if variant.structure["loop_order"] == "query_outer" else 0.2
     steps = 0.1 * math.log2(2.0 ** (cell.q_bucket + cell.k_bucket) / (heads * rows * step))
     return fit - 1.5 * waste - order - steps

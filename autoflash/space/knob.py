@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from autoflash.variant import Choice, Choices
 
@@ -53,6 +55,12 @@ class Knob:
         """What flat choices say of the knob; None where they are of a variant that lacks it."""
         return choices.get(self.name, self.default if self.came_later else None)
 
+    def is_spelled(self, value: Choice, applies: bool) -> bool:
+        """Whether a variant names the knob, given its value and whether it means anything."""
+        if self.came_later and value == self.default:
+            return False
+        return applies or self.part is Part.STRUCTURE
+
     def distance(self, one: Choice, other: Choice) -> int:
         """Steps between two values: along the list for numbers, 0 or 1 for words."""
         if one == other:
@@ -65,16 +73,51 @@ class Knob:
 def split(knobs: tuple[Knob, ...], choices: Mapping[str, Choice]) -> tuple[Choices, Choices]:
     """Structure and config out of one flat mapping, every knob spelled in its one way."""
     known: dict[str, Choice] = {}
-    structure: dict[str, Choice] = {}
-    config: dict[str, Choice] = {}
+    parts: dict[Part, dict[str, Choice]] = {part: {} for part in Part}
     for knob in knobs:
         applies = knob.applies(known)
         value = choices.get(knob.name, knob.default) if applies else knob.default
         known[knob.name] = value
-        if knob.came_later and value == knob.default:
-            continue
-        if knob.part is Part.STRUCTURE:
-            structure[knob.name] = value
-        elif applies:
-            config[knob.name] = value
-    return Choices(structure), Choices(config)
+        if knob.is_spelled(value, applies):
+            parts[knob.part][knob.name] = value
+    return Choices(parts[Part.STRUCTURE]), Choices(parts[Part.CONFIG])
+
+
+def spellings(knobs: tuple[Knob, ...]) -> Iterator[tuple[Choices, Choices]]:
+    """Every structure with every config, once each, in the order of the knobs' values: the last knob changes first."""
+    # Thousands of variants share a few structures and numbers.
+    shared: dict[tuple[tuple[str, Choice], ...], Choices] = {}
+    texts = sum(1 for _ in itertools.takewhile(lambda knob: knob.part is Part.STRUCTURE, knobs))
+    # One text at a time: a space has a hundred thousand branches.
+    for text in _grown(_Branch({}, {}, {}), knobs[:texts]):
+        for branch in _grown(text, knobs[texts:]):
+            items = tuple(branch.structure.items()), tuple(branch.config.items())
+            structure, config = (shared.get(one) or shared.setdefault(one, Choices(dict(one))) for one in items)
+            yield structure, config
+
+
+class _Branch(NamedTuple):
+    """The choices of the first few knobs: all of them, and those that a variant names."""
+
+    known: dict[str, Choice]
+    structure: dict[str, Choice]
+    config: dict[str, Choice]
+
+
+def _grown(branch: _Branch, knobs: tuple[Knob, ...]) -> list[_Branch]:
+    """A branch with every choice of more knobs; one that means nothing has one."""
+    branches = [branch]
+    for knob in knobs:
+        grown = []
+        for known, structure, config in branches:
+            applies = knob.applies(known)
+            for value in knob.values if applies else (knob.default,):
+                one = {knob.name: value}
+                if not knob.is_spelled(value, applies):
+                    grown.append(_Branch(known | one, structure, config))
+                elif knob.part is Part.STRUCTURE:
+                    grown.append(_Branch(known | one, structure | one, config))
+                else:
+                    grown.append(_Branch(known | one, structure, config | one))
+        branches = grown
+    return branches

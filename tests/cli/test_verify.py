@@ -54,6 +54,14 @@ def test_recorded_kernels_of_this_device_are_verified(
     assert levels == [Level.FULL]
 
 
+def test_a_kernel_that_cannot_do_the_problem_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--device", "cpu", *SMALL, "--head-dim", "16", "--head-dim-v", "32"]) == 0
+
+    text = capsys.readouterr().out
+    assert "cannot" in text
+    assert "WRONG" not in text
+
+
 def test_a_wrong_kernel_is_an_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     wrong = make_verification(passed=False, detail="last key dropped")
     monkeypatch.setattr("autoflash.cli.verify.verify", lambda *_, **__: wrong)

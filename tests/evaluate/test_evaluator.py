@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from autoflash.device import Device
-from autoflash.errors import RenderError, UnsupportedError
+from autoflash.errors import NoKernelError, RenderError, UnsupportedError
 from autoflash.evaluate import evaluator as module
 from autoflash.evaluate.evaluator import Outcome
 from autoflash.evaluate.isolated import IsolatedEvaluator, TimeLimits
@@ -15,7 +15,7 @@ from autoflash.evaluate.worker import Failure
 from autoflash.problem import DType, Pass, Problem
 from autoflash.runtime.probe import probe
 from autoflash.trial import Level, Measurement, Stage, Status
-from autoflash.variant import Family, Variant
+from autoflash.variant import Choices, Family, Variant
 from tests import faults
 from tests.contract import evaluator as contract
 from tests.factories import make_problem, make_variant
@@ -83,6 +83,18 @@ def test_a_fault_does_not_pass_the_full_grid(cpu: Device, fault: str) -> None:
     assert not outcome.verification.passed
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_a_vendor_kernel_that_cannot_do_the_problem_says_so(cpu: Device, full: bool) -> None:
+    problem = _problem(Pass.BACKWARD).replace(deterministic=True)
+    flash = Variant(family=Family.VENDOR, structure=Choices(backend="flash"), config=Choices())
+
+    outcome = module.verify_full(problem, None, flash, cpu) if full else module.screen(problem, flash, cpu)
+
+    assert outcome.status is Status.CONSTRAINTS
+    assert "the backward of torch's flash backend is not deterministic" in outcome.detail
+    assert outcome.verification is None
+
+
 def test_an_exit_and_a_hang_cost_the_worker_and_nothing_else(cpu: Device) -> None:
     with faults.Impatient(cpu) as evaluator:
         left = evaluator.screen(_problem(), _variant("exit"))
@@ -123,6 +135,7 @@ def test_case_a37_a_time_that_cannot_be_is_a_failure(
         (faults.CompilationError("at 3:4"), Status.COMPILE),
         (RenderError("no such form"), Status.COMPILE),
         (UnsupportedError("head_dim"), Status.CONSTRAINTS),
+        (NoKernelError("unequal head dims"), Status.CONSTRAINTS),
         (MemoryError(), Status.RUNTIME),
         (RuntimeError("misaligned address"), Status.RUNTIME),
     ],

@@ -9,7 +9,8 @@ import pytest
 from autoflash.problem import Alignment, Mask, MaskTensor, Problem
 from autoflash.runtime import dropout
 from autoflash.runtime.backward_features import usual_masks
-from autoflash.runtime.backward_plan import Step, backward_steps, padded_rows
+from autoflash.runtime.backward_plan import Step, backward_steps
+from autoflash.runtime.backward_sizes import padded_rows
 from autoflash.runtime.launch import Number
 from autoflash.runtime.layouts import UNBOUNDED, Operand
 from autoflash.variant import Variant

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from autoflash.space.knob import Knob, Part, split
+from autoflash.space.knob import Knob, Part, spellings, split
 
 _KNOBS = (
     Knob(name="loop_order", part=Part.STRUCTURE, values=("query_outer", "key_outer"), default="query_outer"),
@@ -59,3 +61,21 @@ def test_the_default_of_a_knob_that_came_later_is_spelled_by_leaving_it_out() ->
     assert dict(split(knobs, {"tiles": "split"})[0]) == {**split(_KNOBS, {})[0], "tiles": "split"}
     assert late.of({}) == "padded"
     assert _KNOBS[2].of({}) is None
+
+
+def test_spellings_are_those_of_all_choices_once_and_in_their_order() -> None:
+    late = Knob(name="warps", part=Part.CONFIG, values=(4, 8), default=4, came_later=True)
+    knobs = (*_KNOBS, late)
+
+    made = list(spellings(knobs))
+
+    names = [knob.name for knob in knobs]
+    every = itertools.product(*(knob.values for knob in knobs))
+    assert made == list(dict.fromkeys(split(knobs, dict(zip(names, values, strict=True))) for values in every))
+    assert len(made) == 2 * 3 * 2 + 2
+
+
+def test_spellings_share_equal_structures_and_configs() -> None:
+    made = list(spellings(_KNOBS))
+
+    assert len({id(structure) for structure, _ in made}) == len({structure for structure, _ in made}) == 3
