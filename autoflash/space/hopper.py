@@ -31,7 +31,7 @@ def default(cell: Cell) -> dict[str, Choice]:
     large = width(cell) > 128
     if cell.op is Pass.BACKWARD:
         return {
-            "loop_order": "split" if cell.deterministic else "key_outer",
+            "loop_order": "split" if cell.deterministic or large else "key_outer",
             "consumer_owns": "columns" if large else "keys",
             "BLOCK_M": 128 if width(cell) == 64 else 64,
             **({"v_stages2": 1} if large else {}),
