@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+# One process builds and installs the wheel for all of these tests.
+pytestmark = pytest.mark.xdist_group("packaging")
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -5,8 +5,10 @@ Triton makes a kernel interpreted when its module is imported: ``TRITON_INTERPRE
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -44,10 +46,30 @@ class InterpretedKernel:
                     else TensorDescriptor(tensor, list(layout.shape), list(layout.strides), list(argument.block))
                 )
             # Rows without a key take the logarithm of 0, a hyperbolic tangent the exponential of much: both know it.
-            with np.errstate(divide="ignore", over="ignore"):
+            with np.errstate(divide="ignore", over="ignore"), _language_patched_once():
                 self._function[(programs,)](**arguments, **scalars, **constants)
 
         return launch
+
+
+@contextlib.contextmanager
+def _language_patched_once() -> Iterator[None]:
+    """Exchange the functions of ``tl`` once for a whole launch.
+
+    As of Triton 3.9 they are looked for again at each call of a device function, which takes a third of a launch.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang
+    # Kernels name the one module, functions of Triton's own library the other.
+    scope = patch(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    interpreter._patch_lang = lambda _: interpreter._LangPatchScope()
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = patch
+        scope.restore()
 
 
 @functools.cache

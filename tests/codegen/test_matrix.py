@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +15,9 @@ from autoflash.codegen.environment import environment
 from autoflash.codegen.render import RenderedSource, render
 from autoflash.codegen.store import write
 from tests.codegen.structures import FAMILIES, cases
+
+# One process renders them all, for whichever of these tests.
+pytestmark = pytest.mark.xdist_group("matrix")
 
 HEADER_LINES = 6
 FOLDERS = ("common", "triton", "gluon_sm90", "torch")
@@ -33,10 +36,11 @@ def folder(sources: list[RenderedSource], tmp_path_factory: pytest.TempPathFacto
     return created
 
 
-def test_rendering_again_gives_the_same_bytes(sources: list[RenderedSource]) -> None:
+@pytest.mark.parametrize("each", [pytest.param(1, marks=pytest.mark.slow), 7])
+def test_rendering_again_gives_the_same_bytes(sources: list[RenderedSource], each: int) -> None:
     environment.cache_clear()
 
-    for source in sources:
+    for source in sources[::each]:
         assert render.__wrapped__(source.form, source.family, source.structure) == source
 
 
@@ -55,8 +59,7 @@ def test_header_has_the_same_length_everywhere(sources: list[RenderedSource]) ->
 
 def test_kernels_use_no_block_pointers(sources: list[RenderedSource]) -> None:
     for source in sources:
-        names = {node.attr for node in ast.walk(ast.parse(source.text)) if isinstance(node, ast.Attribute)}
-        assert not names & {"make_block_ptr", "advance"}, source.structure
+        assert not re.search(r"\.(make_block_ptr|advance)\b", source.text), source.structure
 
 
 @pytest.mark.parametrize(

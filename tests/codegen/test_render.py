@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from autoflash import keys
 from autoflash.codegen.environment import environment
 from autoflash.codegen.render import render, source_digest
 from autoflash.errors import RenderError
@@ -43,7 +44,14 @@ def test_name_of_a_module_contains_its_digest() -> None:
 def test_digest_ignores_comments_and_blank_lines() -> None:
     plain = 'x = "# no comment"\ny = 1\n'
 
-    assert source_digest("# header\n\n" + plain.replace("y = 1", "y = 1  # why")) == source_digest(plain)
+    assert source_digest("# header\n\n" + plain.replace("y = 1", 'y = 1  # "why"')) == source_digest(plain)
+
+
+@pytest.mark.parametrize("string", ["'#'", "'\\'#'", '"\\\\#"', '""', "'''\"\n#\n'''", '"""\'\n# "\n"""', "r'#\\n'"])
+def test_digest_covers_whatever_is_in_a_string(string: str) -> None:
+    plain = f"x = {string}\n"
+
+    assert source_digest(plain + "# it's\n") == source_digest(plain) == keys.digest(plain.rstrip())
 
 
 def test_digest_covers_code_docstrings_and_indentation() -> None:

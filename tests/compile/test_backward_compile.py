@@ -242,7 +242,9 @@ FEATURES: dict[str, dict[str, object]] = {
     ],
 )
 def test_kernels_with_features_compile_and_fit(arch: str, loop_order: str, loads: str, features: str) -> None:
-    assert_compiles_with(features, 64, make_variant(loop_order, loads, tiles=(32, 64, 64, 32)), arch)
+    # Of small tiles the compiler makes the same in a third of the time; asynchronous products need 64 rows.
+    tiles = (32, 64, 64, 32) if loads == "tma" else (16, 32, 32, 16)
+    assert_compiles_with(features, 64, make_variant(loop_order, loads, tiles=tiles), arch)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +258,8 @@ def test_kernels_with_features_compile_and_fit(arch: str, loop_order: str, loads
     ],
 )
 def test_vectors_in_two_tiles_compile_with_features(arch: str, loop_order: str, loads: str, features: str) -> None:
-    assert_compiles_with(features, 80, make_variant(loop_order, loads, tiles=(32, 64, 64, 32), splits_heads=True), arch)
+    tiles = (32, 64, 64, 32) if loads == "tma" else (16, 32, 32, 16)
+    assert_compiles_with(features, 80, make_variant(loop_order, loads, tiles=tiles, splits_heads=True), arch)
 
 
 def assert_compiles_with(features: str, head_dim: int, variant: Variant, arch: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 
 import pytest
@@ -24,6 +25,8 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 UNDER = {"pv_order": "under_next_softmax", "row_sum": "per_thread"}
 CONFIG = {"BLOCK_M": 64, "BLOCK_N": 64, "num_warps": 4, "num_stages": 2}
+SMALL = {**CONFIG, "BLOCK_M": 32, "BLOCK_N": 32}
+"""Compiles three times as fast. Hopper's products need more rows; Triton 3.6 fails at so small a bias for AMD."""
 EVEN = {"seqlen_q": 1024}
 RAGGED = {"seqlen_q": 1000}
 
@@ -70,21 +73,30 @@ SOFTMAX = {
     "polynomial": {"exp2": "polynomial"},
     "both": {"rescale": "conditional", "exp2": "polynomial"},
 }
+ONE_CHOICE_ELSEWHERE = list(itertools.product(["sm_100", "gfx942"], ["conditional", "polynomial"]))
+"""Of what compiles with both choices, each compiles alone."""
 
 
-@pytest.mark.parametrize("choice", SOFTMAX)
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize(
+    ("arch", "choice"),
+    [
+        *itertools.product(["sm_80", "sm_90"], SOFTMAX),
+        *itertools.product(["sm_100", "gfx942"], ["both"]),
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in ONE_CHOICE_ELSEWHERE),
+    ],
+)
 def test_choices_in_the_softmax_compile_everywhere_without_more_spills(arch: str, choice: str) -> None:
     problem, device = make_problem(head_dim=128, mask=Mask.CAUSAL, **RAGGED), make_device(arch)
     plain = make_variant(loads="tma" if device.has_tma else "pointer", row_sum="per_thread", **CONFIG)
     chosen = make_variant(structure=plain.structure.replace(**SOFTMAX[choice]), config=plain.config)
 
-    before, after = (compile_variant(problem, variant, device) for variant in (plain, chosen))
+    after = compile_variant(problem, chosen, device)
 
     assert after.status is Status.CORRECT, after.detail
-    assert before.resources is not None
     assert after.resources is not None
     if triton_version() == "3.6":
+        before = compile_variant(problem, plain, device)
+        assert before.resources is not None
         assert after.resources.spill_bytes <= before.resources.spill_bytes
 
 
@@ -216,6 +228,8 @@ TERMS: dict[str, dict[str, object]] = {
 def test_terms_of_scores_compile_everywhere(arch: str, structure: dict[str, str], terms: str) -> None:
     problem = make_problem(mask=Mask.CAUSAL, heads=8, kv_heads=4, **RAGGED).replace(**TERMS[terms])
 
-    outcome = compile_variant(problem, make_variant(**structure, **CONFIG), make_device(arch))
+    config = SMALL if arch in ("sm_80", "sm_120") else CONFIG
+
+    outcome = compile_variant(problem, make_variant(**structure, **config), make_device(arch))
 
     assert outcome.status is Status.CORRECT, outcome.detail

@@ -17,6 +17,9 @@ from autoflash.variant import Family
 from tests import faults
 from tests.factories import make_cell
 
+# One process tunes for all of these tests.
+pytestmark = pytest.mark.xdist_group("faulty candidates")
+
 _CELL = make_cell(dtype=DType.FP32, head_dim=16, q_bucket=7, parallelism=Parallelism.HIGH)
 _SPACE = 24
 
