@@ -63,6 +63,7 @@ def test_it_computes_what_a_verified_kernel_computes(form: str) -> None:
         (problem_of(Pass.FORWARD, dropout_p=0.1), "not asked for dropout"),
         (problem_of(Pass.FORWARD, alibi=True, packed_q=256, packed_k=256), "alibi of packed sequences"),
         (problem_of(Pass.BACKWARD, deterministic=True), "not deterministic"),
+        (problem_of(Pass.BACKWARD, alibi=True, alibi_gradient=True), "gradient of slopes"),
         (problem_of(Pass.FORWARD, seqlen_k=0), "no query or no key"),
         (problem_of(Pass.FORWARD), "compared on GPUs"),
         (problem_of(Pass.BACKWARD), "compared on GPUs"),

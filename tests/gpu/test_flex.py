@@ -28,6 +28,9 @@ def device() -> Device:
 @pytest.mark.parametrize("op", list(Pass))
 def test_it_computes_what_a_verified_kernel_computes(op: Pass, form: str, device: Device) -> None:
     problem = make_problem(op=op, heads=4, kv_heads=2, seqlen_q=128, head_dim=64).replace(**FORMS[form])
+    if op is Pass.BACKWARD and problem.alibi:
+        # Of slopes without a gradient: torch's compiler fails with one.
+        problem = problem.replace(alibi_gradient=False)
     q, k, v, out, lse, dout, extras = timed_inputs(problem, device, 0)
     portable = bind(Form.of(problem), make_variant(Family.TORCH_TILED, op=op), device)
     tolerance = {"atol": 3e-2, "rtol": 3e-2}
