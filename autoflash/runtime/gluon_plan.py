@@ -75,8 +75,8 @@ def forward_plan(problem: Problem, variant: Variant, scale_sign: int = 1) -> Ker
         "BLOCK_D": width,
         "HEAD_DIM": problem.head_dim,
         "STAGES": config.number("num_stages"),
-        "CONSUMERREGISTERS": REGISTERS[consumers][0],
-        "PRODUCERREGISTERS": REGISTERS[consumers][1],
+        "CONSUMER_REGISTERS": REGISTERS[consumers][0],
+        "PRODUCER_REGISTERS": REGISTERS[consumers][1],
         "RAGGED_N": problem.seqlen_k % block_n != 0,
         # A row block starts at a multiple of 64, which BLOCK_N is a multiple of.
         "EVERY_ROW_SEES": not problem.causal or (problem.diagonal % block_n == 0 and problem.diagonal >= 0),
