@@ -65,7 +65,7 @@ class FlexAttention(Peer):
         if problem.op is Pass.BACKWARD and problem.deterministic:
             return "the backward of flex_attention is not deterministic"
         if self._compiled and problem.op is Pass.BACKWARD and problem.alibi_gradient:
-            return "flex_attention does not compile a gradient of slopes: torch 2.11 adds it up by head in a wrong shape"
+            return "flex_attention compiles no gradient of slopes: torch 2.11 adds it up by head in a wrong shape"
         if self._compiled and tensors and not tensors[0].is_cuda:
             return "flex_attention is compared on GPUs: on a CPU it has no backward when compiled"
         return None
