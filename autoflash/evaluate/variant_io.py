@@ -9,14 +9,14 @@ from autoflash.evaluate.cost import mask_itemsize, mean_lengths
 from autoflash.evaluate.io_model import ROW_BYTES, Sizes, Stream, Traffic, flash_attention_2, standard
 from autoflash.evaluate.tiles import Blocks, visited
 from autoflash.problem import Pass, Problem
+from autoflash.space import hopper
 from autoflash.variant import Family, Variant
 
 # Factors and sums of every family are float32, and so are the workspaces that hold them.
 _SUM_BYTES = 4
 
-# Rows of a consumer of the Hopper family's forward, and keys of a program of its backward (``runtime.gluon_plan``).
+# Rows of a consumer of the Hopper family (``runtime.gluon_plan``).
 _CONSUMER_ROWS = 64
-_KEYS_PER_PROGRAM = 128
 
 
 def blocks_of(variant: Variant) -> Blocks | None:
@@ -30,8 +30,7 @@ def blocks_of(variant: Variant) -> Blocks | None:
         if "BLOCK_N" in config:
             rows = variant.structure.number("consumers") * _CONSUMER_ROWS
             return Blocks(rows=rows, keys=config.number("BLOCK_N"))
-        by_columns = variant.structure.get("consumer_owns") == "columns"
-        return Blocks(rows=config.number("BLOCK_M"), keys=_CONSUMER_ROWS if by_columns else _KEYS_PER_PROGRAM)
+        return Blocks(rows=config.number("BLOCK_M"), keys=hopper.keys_per_program(variant.structure))
     return None
 
 

@@ -14,6 +14,7 @@ from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras
 from autoflash.runtime.layouts import Operand
 from autoflash.runtime.triton_backward import TritonBackward, row_workspace
 from autoflash.runtime.workspace import Workspace
+from autoflash.space import hopper
 from autoflash.variant import Variant
 
 
@@ -47,11 +48,11 @@ class GluonBackward(TritonBackward):
 
     def why_not(self, problem: Problem, *tensors: Tensor) -> str | None:
         """The precondition that these tensors (q, k, v, dout) miss; None if it can run them."""
-        if problem.deterministic and not gluon_backward_plan.is_split(self._variant):
+        if problem.deterministic and not hopper.is_split(self._variant.structure):
             return "loop_order=key_outer adds to dq in any order: it is not deterministic"
         operands = {name: Operand.of(tensor) for name, tensor in zip(("q", "k", "v", "dout"), tensors, strict=False)}
         reason = gluon_plan.why_not(problem, self._device, operands)
-        if reason is None and problem.head_dim > 128 and not gluon_backward_plan.owns_columns(self._variant):
+        if reason is None and problem.head_dim > 128 and not hopper.owns_columns(self._variant.structure):
             reason = f"two accumulators of head_dim {problem.head_dim} are more registers than a consumer has"
         rows = problem.batch * problem.heads * gluon_backward_plan.padded_rows(problem)
         if reason is None and rows > launch.MAX_PROGRAMS:

@@ -9,6 +9,7 @@ from autoflash.runtime.backward_plan import TENSORS, Step
 from autoflash.runtime.gluon_plan import CONSUMER_ROWS, LOG2_E, REGISTERS, SECTION_BYTES, tile, tile_width
 from autoflash.runtime.launch import Constant, KernelPlan, Layout, Number, NumberArgument, TensorArgument
 from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, descriptor_layout
+from autoflash.space.hopper import is_split, keys_per_program, owns_columns
 from autoflash.variant import Variant
 
 _CONSUMERS = 2
@@ -22,21 +23,6 @@ _STREAM_ROWS = 32
 _Numbers = Sequence[tuple[NumberArgument, Number]]
 
 
-def keys_per_program(variant: Variant) -> int:
-    """Keys whose gradients a program accumulates: 64 by each consumer, or 64 by both together."""
-    return CONSUMER_ROWS if owns_columns(variant) else _CONSUMERS * CONSUMER_ROWS
-
-
-def owns_columns(variant: Variant) -> bool:
-    """Whether a consumer accumulates half of the columns of dK and dV; else those of half of the keys."""
-    return variant.structure.get("consumer_owns") == "columns"
-
-
-def is_split(variant: Variant) -> bool:
-    """Whether dQ has a kernel of its own; else the one of dK and dV adds it up."""
-    return variant.structure.get("loop_order") == "split"
-
-
 def padded_rows(problem: Problem) -> int:
     """Rows of the workspaces of a backward for each head: whole tiles of every kernel."""
     return -(-problem.seqlen_q // _ROW_MULTIPLE) * _ROW_MULTIPLE
@@ -44,7 +30,7 @@ def padded_rows(problem: Problem) -> int:
 
 def accumulator_shape(problem: Problem, variant: Variant) -> tuple[int, ...] | None:
     """Of the float32 accumulator of dQ, in fragment order; None where dQ has a kernel of its own."""
-    if is_split(variant):
+    if is_split(variant.structure):
         return None
     return (problem.batch * problem.heads * padded_rows(problem) * tile_width(problem.head_dim) // 128, 128)
 
@@ -55,14 +41,14 @@ def backward_steps(
     """The kernels of a backward call in launch order; arguments as in :func:`backward_plan.backward_steps`."""
     preprocess = _preprocess(problem, variant, operands, has_dlse=has_dlse)
     keys = _key_kernel(problem, variant, operands, scale)
-    if is_split(variant):
+    if is_split(variant.structure):
         return preprocess, keys, _query_kernel(problem, variant, operands, scale)
     return preprocess, keys, _postprocess(problem, variant, operands, scale)
 
 
 def _preprocess(problem: Problem, variant: Variant, operands: Mapping[str, Operand], *, has_dlse: bool) -> Step:
     rows_per_head = padded_rows(problem)
-    names = ("out", "dout", "lse", "dlse", "log2_sum", "delta", *(() if is_split(variant) else ("acc",)))
+    names = ("out", "dout", "lse", "dlse", "log2_sum", "delta", *(() if is_split(variant.structure) else ("acc",)))
     return _pointer_step(
         "preprocess",
         problem,
@@ -107,8 +93,8 @@ def _chunk_width(problem: Problem, variant: Variant) -> int:
 def _key_kernel(problem: Problem, variant: Variant, operands: Mapping[str, Operand], scale: float) -> Step:
     """Gradients of keys and values, and what they add to dQ."""
     config, dtype = variant.config, problem.dtype.value
-    width, block_m, keys = tile_width(problem.head_dim), config.number("BLOCK_M"), keys_per_program(variant)
-    owned = width // 2 if owns_columns(variant) else width
+    width, block_m, keys = tile_width(problem.head_dim), config.number("BLOCK_M"), keys_per_program(variant.structure)
+    owned = width // 2 if owns_columns(variant.structure) else width
     tiles = {
         "q": tile("q", dtype, block_m, width),
         "dout": tile("do", dtype, block_m, width),
@@ -124,7 +110,7 @@ def _key_kernel(problem: Problem, variant: Variant, operands: Mapping[str, Opera
         name: flat if name in ("log2_sum", "delta") else _layout(operands[name], problem) for name in tiles
     }
     if (accumulator := accumulator_shape(problem, variant)) is not None:
-        if owns_columns(variant):
+        if owns_columns(variant.structure):
             tiles["acc"], layouts["acc"] = TensorArgument(name="acc_ptr", dtype="fp32"), None
         else:
             block = (_chunk_width(problem, variant) // 2, 128)

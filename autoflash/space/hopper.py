@@ -8,17 +8,32 @@ from autoflash.problem import Cell, DType, Mask, Pass
 from autoflash.space import softmax
 from autoflash.space.knob import Knob, Part, always
 from autoflash.trial import Resources
-from autoflash.variant import Choice, Variant
+from autoflash.variant import Choice, Choices, Variant
 
 MAX_HEAD_DIM = 256
 
 _ROWS = 64
-_KEYS = 128
+_CONSUMERS = 2
 
 
 def width(cell: Cell) -> int:
     """Head dimension as a tile sees it: a power of two of at least one swizzled row."""
     return max(64, 1 << (cell.head_dim - 1).bit_length())
+
+
+def is_split(structure: Mapping[str, Choice]) -> bool:
+    """Whether dQ has a kernel of its own; else the one of dK and dV adds it up."""
+    return structure.get("loop_order") == "split"
+
+
+def owns_columns(structure: Mapping[str, Choice]) -> bool:
+    """Whether a consumer accumulates half of the columns of dK and dV; else those of half of the keys."""
+    return structure.get("consumer_owns") == "columns"
+
+
+def keys_per_program(structure: Mapping[str, Choice]) -> int:
+    """Keys whose gradients a program accumulates: 64 by each consumer, or 64 by both together."""
+    return _ROWS if owns_columns(structure) else _CONSUMERS * _ROWS
 
 
 def knobs(cell: Cell) -> tuple[Knob, ...]:
@@ -60,24 +75,31 @@ def shared_need(variant: Variant, cell: Cell) -> int:
     """Bytes of shared memory of the main kernel's tiles, without barriers."""
     config, columns = variant.config, width(cell)
     if cell.op is Pass.BACKWARD:
-        block_m = config.number("BLOCK_M")
-        ring = (config.number("q_stages") + config.number("do_stages")) * block_m
-        if _is_split(variant.structure):
-            keys_and_values = (config.number("k_stages2") + config.number("v_stages2")) * config.number("BLOCK_N2")
-            queries = (4 * _ROWS + keys_and_values) * columns * 2
-        else:
-            queries = 0
-        exchanged = 4 * _ROWS * block_m * 2
-        if _by_columns(variant.structure):
-            return max((2 * _ROWS + ring) * columns * 2 + exchanged, queries)
-        if _is_split(variant.structure):
-            return max((2 * _KEYS + ring) * columns * 2, queries)
-        chunk = columns // 2 if block_m == _ROWS else columns
-        return (2 * _KEYS + ring) * columns * 2 + exchanged + 2 * chunk * _ROWS * 4
+        need = _key_kernel_bytes(variant, columns)
+        return max(need, _query_kernel_bytes(config, columns)) if is_split(variant.structure) else need
     consumers = variant.structure.number("consumers")
     held = 2 if variant.structure["output"] == "tma" else 1
     keys_and_values = 2 * config.number("num_stages") * config.number("BLOCK_N")
     return (held * consumers * _ROWS + keys_and_values) * columns * 2
+
+
+def _key_kernel_bytes(variant: Variant, columns: int) -> int:
+    """Of K, V, the rings of Q and dO, what consumers exchange, and the tiles of dQ that are added up by TMA."""
+    config, structure = variant.config, variant.structure
+    block_m = config.number("BLOCK_M")
+    ring = (config.number("q_stages") + config.number("do_stages")) * block_m
+    need = (2 * keys_per_program(structure) + ring) * columns * 2
+    if owns_columns(structure) or not is_split(structure):
+        need += 4 * _ROWS * block_m * 2
+    if not owns_columns(structure) and not is_split(structure):
+        need += 2 * (columns // 2 if block_m == _ROWS else columns) * _ROWS * 4
+    return need
+
+
+def _query_kernel_bytes(config: Choices, columns: int) -> int:
+    """Of Q and dO of both consumers and the rings of K and V."""
+    ring = (config.number("k_stages2") + config.number("v_stages2")) * config.number("BLOCK_N2")
+    return (2 * _CONSUMERS * _ROWS + ring) * columns * 2
 
 
 def score(variant: Variant, cell: Cell, resources: Resources | None) -> float:
@@ -89,7 +111,7 @@ def score(variant: Variant, cell: Cell, resources: Resources | None) -> float:
         rank += 0.5 if config["BLOCK_M"] == (128 if width(cell) == 64 else 64) else 0.0
         rank += 0.1 if structure["dv_issue"] == "after_dp" else 0.0
         # Seven products for five, which pays where additions to dQ are most of the traffic.
-        rank += 0.3 if _is_split(structure) == (width(cell) > 128) else 0.0
+        rank += 0.3 if is_split(structure) == (width(cell) > 128) else 0.0
         return rank + 0.02 * (config.number("q_stages") + config.number("do_stages"))
     consumers = structure.number("consumers")
     is_short = cell.q_bucket <= 10
@@ -137,38 +159,29 @@ def _backward_knobs(cell: Cell) -> tuple[Knob, ...]:
         part=structure,
         values=("own_step", "step_before"),
         default="own_step",
-        applies=_by_columns_alone,
+        applies=_owns_columns_split,
         came_later=True,
     )
     return (
         order,
-        *((owns,) if width(cell) > 128 else ()),
-        *((ahead,) if width(cell) > 128 else ()),
-        Knob(name="dv_issue", part=structure, values=("after_dp", "before_dp"), default="after_dp", applies=_own_keys),
+        *((owns, ahead) if width(cell) > 128 else ()),
+        Knob(name="dv_issue", part=structure, values=("after_dp", "before_dp"), default="after_dp", applies=_owns_keys),
         Knob(name="BLOCK_M", part=config, values=(64, 128), default=64),
         Knob(name="q_stages", part=config, values=(2, 3), default=2),
         Knob(name="do_stages", part=config, values=(2, 3), default=2),
-        Knob(name="BLOCK_N2", part=config, values=(64, 128), default=64, applies=_is_split),
-        Knob(name="k_stages2", part=config, values=(2, 3), default=2, applies=_is_split),
-        Knob(name="v_stages2", part=config, values=(1, 2), default=2, applies=_is_split),
+        Knob(name="BLOCK_N2", part=config, values=(64, 128), default=64, applies=is_split),
+        Knob(name="k_stages2", part=config, values=(2, 3), default=2, applies=is_split),
+        Knob(name="v_stages2", part=config, values=(1, 2), default=2, applies=is_split),
     )
 
 
-def _own_keys(choices: Mapping[str, Choice]) -> bool:
-    return not _by_columns(choices)
+def _owns_keys(choices: Mapping[str, Choice]) -> bool:
+    return not owns_columns(choices)
 
 
-def _is_split(choices: Mapping[str, Choice]) -> bool:
-    return choices.get("loop_order") == "split"
-
-
-def _by_columns_alone(choices: Mapping[str, Choice]) -> bool:
+def _owns_columns_split(choices: Mapping[str, Choice]) -> bool:
     # Scores ahead of their step were 7 % slower beside additions to dQ.
-    return _by_columns(choices) and _is_split(choices)
-
-
-def _by_columns(choices: Mapping[str, Choice]) -> bool:
-    return choices.get("consumer_owns") == "columns"
+    return owns_columns(choices) and is_split(choices)
 
 
 def _take_turns(choices: Mapping[str, Choice]) -> bool:
@@ -197,16 +210,16 @@ def _forward_why_not(variant: Variant, cell: Cell, shared_bytes: int) -> str | N
 
 
 def _backward_why_not(variant: Variant, cell: Cell, shared_bytes: int) -> str | None:
-    if cell.deterministic and not _is_split(variant.structure):
+    if cell.deterministic and not is_split(variant.structure):
         return "dQ is added up in any order: it is not deterministic"
-    by_columns = _by_columns(variant.structure)
+    by_columns = owns_columns(variant.structure)
     if width(cell) > 128 and not by_columns:
         return "two accumulators of 64 keys leave registers for head dims up to 128"
     if by_columns and variant.config.number("BLOCK_M") != _ROWS:
         return f"a consumer has the {_ROWS} rows of one wgmma"
     if not by_columns and variant.config.number("BLOCK_M") * width(cell) > 128 * 64:
         return "scores of so large a tile are more registers than a consumer has"
-    if _is_split(variant.structure) and width(cell) // 2 + variant.config.number("BLOCK_N2") > 192:
+    if is_split(variant.structure) and width(cell) // 2 + variant.config.number("BLOCK_N2") > 192:
         return "scores and dQ of so large a block are more registers than a consumer has"
     return _too_large(variant, cell, shared_bytes)
 

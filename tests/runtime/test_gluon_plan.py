@@ -10,6 +10,7 @@ from autoflash.device import CROSS_TARGETS
 from autoflash.problem import Alignment, DType, Mask, Pass, Problem
 from autoflash.runtime import gluon_backward_plan, gluon_plan
 from autoflash.runtime.layouts import Operand
+from autoflash.space import hopper
 from autoflash.variant import Family
 from tests.factories import make_problem, make_variant
 
@@ -110,7 +111,7 @@ def test_consumers_that_share_columns_have_64_keys_together_and_store_half_rows(
     main = gluon_backward_plan.backward_plans(problem, variant)[1]
 
     blocks = {argument.name: argument.block for argument in main.tensors}
-    assert gluon_backward_plan.keys_per_program(variant) == 64
+    assert hopper.keys_per_program(variant.structure) == 64
     assert blocks["k_desc"] == blocks["v_desc"] == (1, 1, 32, 256)
     assert blocks["dk_desc"] == blocks["dv_desc"] == (1, 1, 64, 128)
     assert blocks["acc_ptr"] == ()
