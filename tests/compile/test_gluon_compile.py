@@ -40,6 +40,13 @@ def assembly(problem: Problem, variant: Variant, plan: KernelPlan) -> str:
     return str(compile_kernel(module, plan, H200).asm["ptx"])
 
 
+def main_plans(problem: Problem, variant: Variant) -> list[KernelPlan]:
+    """The kernels that multiply: a backward has one, or two with dQ apart, between those that move memory."""
+    if problem.op is Pass.FORWARD:
+        return [gluon_plan.forward_plan(problem, variant)]
+    return [plan for plan in gluon_backward_plan.backward_plans(problem, variant) if "attention" in plan.function]
+
+
 def assert_tight(problem: Problem, variant: Variant, plan: KernelPlan, registers: set[int], spill_bytes: int) -> None:
     ptx = assembly(problem, variant, plan)
     said = assembler_says(ptx)
@@ -104,7 +111,7 @@ def test_backward_in_columns_and_with_dq_apart_keeps_its_registers(
     problem = make_problem(op=Pass.BACKWARD, head_dim=head_dim, heads=8, seqlen_q=1000, mask=mask)
     variant = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD, **changes)
 
-    mains = [plan for plan in gluon_backward_plan.backward_plans(problem, variant) if "attention" in plan.function]
+    mains = main_plans(problem, variant)
 
     assert len(mains) == (2 if "loop_order" in changes else 1)
     spill_bytes = 16 if triton_version().startswith("3.6") else 160
@@ -128,15 +135,9 @@ def shipped_winners() -> list[Decision]:
 @pytest.mark.parametrize("decision", shipped_winners(), ids=lambda decision: str(decision.cell).replace("/", "-"))
 def test_every_shipped_winner_keeps_its_registers(decision: Decision) -> None:
     problem, variant = problem_of(decision.cell, H200), decision.choices[0].variant
-    is_forward = problem.op is Pass.FORWARD
 
-    plan = (
-        gluon_plan.forward_plan(problem, variant)
-        if is_forward
-        else gluon_backward_plan.backward_plans(problem, variant)[1]
-    )
-
-    assert_tight(problem, variant, plan, set(), 0 if is_forward else 16)
+    for plan in main_plans(problem, variant):
+        assert_tight(problem, variant, plan, set(), 0 if problem.op is Pass.FORWARD else 16)
 
 
 @pytest.mark.skipif(not triton_version().startswith("3.6"), reason="registers are those of one release")
