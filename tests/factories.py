@@ -52,7 +52,7 @@ _STRUCTURES: dict[tuple[Family, Pass], Choices] = {
 
 # Structure knobs whose default is spelled by leaving them out.
 _UNSPOKEN = {
-    Family.TRITON: {"head_dim_tiles", "rescale", "exp2"},
+    Family.TRITON: {"head_dim_tiles", "rescale", "exp2", "batch_order"},
     Family.GLUON_SM90: {"rescale", "exp2", "consumer_owns", "s_issue", "loop_order"},
 }
 

@@ -56,6 +56,7 @@ def make_variant(
     warps: int = 4,
     stages: int = 2,
     splits_heads: bool = False,
+    batch_order: str = "",
 ) -> Variant:
     """A backward variant; tiles are BLOCK_M, BLOCK_N, BLOCK_M2, BLOCK_N2, as far as the loop order has them."""
     structure = Choices(
@@ -63,6 +64,8 @@ def make_variant(
     )
     if splits_heads:
         structure = structure.replace(head_dim_tiles="split")
+    if batch_order:
+        structure = structure.replace(batch_order=batch_order)
     config = {"BLOCK_M": tiles[0], "BLOCK_N": tiles[1], "num_warps": warps, "num_stages": stages}
     if loop_order != "key_outer":
         config |= {"BLOCK_M2": tiles[2], "BLOCK_N2": tiles[3], "num_stages2": stages}

@@ -90,7 +90,7 @@ def backward_steps(
     """
     planner = _Planner(problem, variant, operands, scale)
     first = planner.preprocess(has_dlse)
-    terms = [planner.bias()] if problem.bias_gradient else []
+    terms = [planner.bias()] if problem.bias_gradient and not planner.stores_dbias else []
     terms += [planner.slopes()] if problem.alibi_gradient else []
     terms += [planner.look_up(number) for number in range(len(param_gradients.look_ups(problem)))]
     loop_order = variant.structure.text("loop_order")
@@ -130,6 +130,8 @@ class _Planner:
         written = [f"{name}_{one.number}" for one in self._look_ups for name in param_gradients.tensor_names(one)]
         self._names = (*TENSORS[:_GIVEN], *(param.name for param in params), *TENSORS[_GIVEN:], *written)
         self._packing = backward_features.packed_arguments(problem, padding)
+        pairs = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+        self.stores_dbias = problem.bias_gradient and not self._is_key_outer and operands["bias"].shape == pairs
         fills = not problem.is_varlen
         # The last block of a block mask is visited to its end.
         rows, keys = (
@@ -201,9 +203,9 @@ class _Planner:
         rows, block_n = self._config.number("BLOCK_M2"), self._config.number("BLOCK_N2")
         return self._step(
             "backward_queries",
-            [*self._inputs(rows, block_n), *self._uses("dq", rows), *self._row_inputs(), *self._feature_inputs()],
+            [*self._inputs(rows, block_n), *self._query_outputs(rows), *self._feature_inputs()],
             self._shared_numbers,
-            self._shared_constants | self._tile("2") | {"STAGES2": self._config.number("num_stages2")},
+            self._query_constants() | self._tile("2") | {"STAGES2": self._config.number("num_stages2")},
             self._problem.tensor_batch * self._problem.heads * self._tiles(self._problem.rows_q, rows),
             self._config.number("num_warps2"),
             self._config.number("num_stages2"),
@@ -223,9 +225,9 @@ class _Planner:
         }
         return self._step(
             "backward_fused",
-            [*uses, *self._uses("dq", rows2), *self._row_inputs(), *self._feature_inputs()],
+            [*uses, *self._query_outputs(rows2), *self._feature_inputs()],
             [(NumberArgument(name="batches"), problem.tensor_batch), *self._shared_numbers],
-            self._shared_constants | self._tile("") | self._tile("2") | stages,
+            self._query_constants() | self._tile("") | self._tile("2") | stages,
             problem.tensor_batch * problem.kv_heads * tiles,
             config.number("num_warps"),
             config.number("num_stages"),
@@ -342,6 +344,15 @@ class _Planner:
 
     def _key_outputs(self, block_n: int) -> list[_Use]:
         return [*self._uses("dk", block_n), *self._uses("dv", block_n)]
+
+    def _query_outputs(self, rows: int) -> list[_Use]:
+        """What programs that own queries write, and what they read of the rows in between."""
+        dbias = [_Use(tensor="dbias", parameter="dbias_ptr")] if self._problem.bias_gradient else []
+        return [*self._uses("dq", rows), *self._row_inputs(), *dbias]
+
+    def _query_constants(self) -> dict[str, Constant]:
+        stores: dict[str, Constant] = {"STORE_DBIAS": self.stores_dbias} if self._problem.bias_gradient else {}
+        return self._shared_constants | stores
 
     def _row_inputs(self) -> list[_Use]:
         return [_Use(tensor=name, parameter=f"{name}_ptr") for name in ("log2_sum", "delta")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -317,6 +317,7 @@ def _forward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
             default="rows_first",
             applies=_query_outer,
         ),
+        *_batch_order(cell, _query_outer),
         *_schedule("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", rows, steps, _stages(device)),
     )
 
@@ -347,6 +348,7 @@ def _backward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
             default="per_head",
             applies=_is_fused,
         ),
+        *_batch_order(cell),
         *_schedule("BLOCK_M", "BLOCK_N", "num_warps", "num_stages", query_steps, key_rows, stages),
         Knob(name="BLOCK_M2", part=config, values=query_rows, default=query_rows[0], applies=_has_query_program),
         Knob(name="BLOCK_N2", part=config, values=key_steps, default=key_steps[0], applies=_has_query_program),
@@ -354,6 +356,13 @@ def _backward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
         Knob(name="num_stages2", part=config, values=stages, default=1, applies=_has_query_program),
         *_term_knobs(cell),
     )
+
+
+def _batch_order(cell: Cell, applies: Callable[[Mapping[str, Choice]], bool] = always) -> tuple[Knob, ...]:
+    """The knob of which programs run at the same time where a bias is read, which the batch may share."""
+    order = ("innermost", "outermost")
+    knob = Knob(name="batch_order", part=Part.STRUCTURE, values=order, default=order[0], applies=applies)
+    return (knob,) if Feature.BIAS in cell.features else ()
 
 
 def _query_program_loads_ahead(choices: Mapping[str, Choice]) -> bool:

@@ -124,7 +124,20 @@ def test_the_gradient_of_a_bias_is_summed_over_what_shares_it(loop_order: str, l
     mask, dtype = list(Mask)[turn % 2], list(DType)[(turn + 1) % 3]
     sizes = {"batch": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "seqlen_q": 70, "seqlen_k": 75}
     problem = backward_problem(dtype=dtype, mask=mask, **sizes)
-    assert_inside_the_gate(make_variant(loop_order, loads), case_of("bias_gradient", problem, bias=form))
+    batch_order, tile_order = ("innermost", "per_kind") if turn % 3 else ("outermost", "per_head")
+    variant = make_variant(loop_order, loads, batch_order=batch_order, tile_order=tile_order)
+    assert_inside_the_gate(variant, case_of("bias_gradient", problem, bias=form))
+
+
+@pytest.mark.parametrize("combination", ["bias_gradient", "bias_gradient window", "bias_gradient softcap float_mask"])
+@pytest.mark.parametrize("loop_order", ["split", "fused"])
+def test_the_gradient_of_a_bias_of_each_pair_is_whole(loop_order: str, combination: str) -> None:
+    # Blocks that nobody sees, on both sides of a band, are 0; so are rows that see no key.
+    sizes = {"batch": 2, "heads": 2, "kv_heads": 1, "head_dim": 16, "seqlen_q": 75, "seqlen_k": 60}
+    problem = backward_problem(dtype=DType.FP32, mask=Mask.CAUSAL, **sizes)
+    variant = make_variant(loop_order, tiles=(16, 16, 16, 16), batch_order="innermost")
+    form = BiasForm(memory=Memory.TRANSPOSED, dtype=DType.FP32)
+    assert_inside_the_gate(variant, case_of(combination, problem, bias=form))
 
 
 @pytest.mark.parametrize("own", ["bhmn", "bn", "hm"])
