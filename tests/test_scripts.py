@@ -83,14 +83,14 @@ def test_a_clean_run_of_the_sanitizer_says_so(tmp_path: Path) -> None:
 
     assert (done.returncode, done.stdout) == (0, "memcheck: nothing found in 1 processes\n")
     assert "--tool memcheck" in (command := (tmp_path / "command").read_text())
-    assert command.endswith("verify --all --jobs 8\n")
+    assert command.endswith("verify --all --bare --jobs 8\n")
 
 
 def test_races_are_asked_of_the_triton_family_alone(tmp_path: Path) -> None:
     done = _sanitize(tmp_path, 'echo "= RACECHECK SUMMARY: 0 hazards displayed" > $log/1', "racecheck")
 
     assert done.returncode == 0
-    assert (tmp_path / "command").read_text().endswith("verify --all --family triton\n")
+    assert (tmp_path / "command").read_text().endswith("verify --all --bare --family triton\n")
 
 
 @pytest.mark.parametrize(

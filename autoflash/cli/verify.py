@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,11 +10,12 @@ import click
 from click.core import ParameterSource
 from rich.markup import escape
 
-from autoflash.cli.options import Common, ProblemOptions, common_options, problem_options
+from autoflash.cli.options import Common, Duration, ProblemOptions, common_options, problem_options
 from autoflash.cli.output import Column, number, print_json, print_table
 from autoflash.cli.records import first_line
 from autoflash.cli.variants import VariantOptions, variant_options
-from autoflash.cli.verify_all import FORMS, Selection, verify_all
+from autoflash.cli.verify_all import verify_all
+from autoflash.cli.verify_kernels import CASES, FORMS, HEAD_DIMS, Selection
 from autoflash.device import Device
 from autoflash.dispatch import table
 from autoflash.dispatch.buckets import cell_of, inside_of
@@ -29,7 +30,8 @@ from autoflash.space import catalog
 from autoflash.trial import Level, Verification
 from autoflash.variant import Variant
 
-_OPTIONS_OF_ALL = {"everything", "family", "features", "dtype", "op", "head_dim", "quick", "jobs", "out"}
+_ONLY_OF_ALL = {"features", "case", "bare", "jobs", "budget", "out"}
+_OPTIONS_OF_ALL = _ONLY_OF_ALL | {"everything", "family", "dtype", "op", "head_dim", "quick"}
 _OPTIONS_OF_ALL |= {"db", "table", "device", "as_json", "seed", "verbose"}
 
 COLUMNS = (
@@ -58,7 +60,10 @@ class Checked:
 @variant_options
 @click.option("--all", "everything", is_flag=True, help="Every structure of every family, with every feature.")
 @click.option("--feature", "features", multiple=True, type=click.Choice(list(FORMS)), help="Of --all; may be repeated.")
+@click.option("--case", type=click.Choice(CASES), help="Of --all: only this one of the two problems.")
+@click.option("--bare", is_flag=True, help="Of --all: tensors without margins, no torch beside (scripts/sanitize).")
 @click.option("--jobs", type=click.IntRange(1), help="Of --all: processes that share the device.")
+@click.option("--budget", type=Duration(), help="Of --all: begin no kernel after so long, such as 9m.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Of --all: write the table as Markdown.")
 @click.option("--recorded", is_flag=True, help="Every recorded or shipped kernel of this device.")
 @click.option("--quick", is_flag=True, help="The problem itself and one irregular shape, not the full grid.")
@@ -68,7 +73,10 @@ def command(
     common: Common,
     everything: bool,
     features: tuple[str, ...],
+    case: str | None,
+    bare: bool,
     jobs: int | None,
+    budget: float | None,
     out: Path | None,
     recorded: bool,
     quick: bool,
@@ -80,17 +88,29 @@ def command(
 
     --all goes through the families, structures, masks, features, types and passes, on two small problems each, and
     shows the largest error against float64 beside those of torch's backends; --family, --feature, --dtype, --pass,
-    --head-dim and --quick (defaults only, one problem) restrict it. With --jobs, kernels compile and run in processes
-    of their own, in which one may crash or hang without ending the others.
+    --head-dim, --case and --quick (defaults only, one problem) restrict it. With --jobs, kernels compile and run in
+    processes of their own, in which one may crash or hang without ending the others. What is compiled is kept: the
+    same command again, after a --budget or an interruption, is soon where it was. Exit code 1 also if one is left out.
     """
     device = probe(common.device)
+    given = _given()
     if everything:
-        verify_all(common, device, _selection(wanted, sizes, features, quick, jobs), out)
+        _refuse("--all has problems of its own", given, set(given) - _OPTIONS_OF_ALL)
+        selection = Selection(
+            family=wanted.family,
+            features=features or tuple(FORMS),
+            dtypes=tuple(DType) if sizes.dtype is None else (sizes.dtype,),
+            passes=(sizes.op,) if "op" in given else tuple(Pass),
+            head_dims=(sizes.head_dim,) if "head_dim" in given else HEAD_DIMS,
+            cases=(case,) if case is not None else CASES[-1:] if quick else CASES,
+            is_quick=quick,
+            is_bare=bare,
+            jobs=jobs,
+            budget_s=budget,
+        )
+        verify_all(common, device, selection, out)
         return
-    if features:
-        raise click.UsageError("--feature restricts --all: give the problem's own options instead")
-    if jobs is not None or out is not None:
-        raise click.UsageError("--jobs and --out are of --all: leave them out")
+    _refuse("without --all there is one problem", given, set(given) & _ONLY_OF_ALL)
     level = Level.SCREEN if quick else Level.FULL
     if recorded:
         pairs = list(_recorded(common, device))
@@ -113,32 +133,25 @@ def command(
         raise click.exceptions.Exit(1)
 
 
-def _selection(
-    wanted: VariantOptions, sizes: ProblemOptions, features: tuple[str, ...], quick: bool, jobs: int | None
-) -> Selection:
-    """What ``--all`` goes through.
-
-    Raises:
-        click.UsageError: for an option that names a problem or a variant, which --all does not look at.
-    """
+def _given() -> dict[str, str]:
+    """The options of the command line by the names of their parameters."""
     context = click.get_current_context()
-    given = {
+    return {
         parameter.name: parameter.opts[-1]
         for parameter in context.command.params
         if parameter.name is not None and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
     }
-    unused = [option for name, option in given.items() if name not in _OPTIONS_OF_ALL]
-    if unused:
-        raise click.UsageError(f"--all has problems of its own: leave out {', '.join(unused)}")
-    return Selection(
-        family=wanted.family,
-        features=features or tuple(FORMS),
-        dtypes=tuple(DType) if sizes.dtype is None else (sizes.dtype,),
-        passes=(sizes.op,) if "op" in given else tuple(Pass),
-        head_dim=sizes.head_dim,
-        is_quick=quick,
-        jobs=jobs,
-    )
+
+
+def _refuse(why: str, given: Mapping[str, str], unused: Collection[str]) -> None:
+    """Refuse options that would not be looked at.
+
+    Raises:
+        click.UsageError: where there are any.
+    """
+    options = [option for name, option in given.items() if name in unused]
+    if options:
+        raise click.UsageError(f"{why}: leave out {', '.join(options)}")
 
 
 def _candidates(common: Common, problem: Problem, device: Device) -> Iterator[tuple[Problem, Variant]]:

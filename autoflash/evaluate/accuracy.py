@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from autoflash.device import Device
 from autoflash.evaluate.expected import expanded, expected
 from autoflash.evaluate.grid import Case, screen_cases
-from autoflash.evaluate.inputs import Inputs
+from autoflash.evaluate.inputs import MARGIN, Inputs
 from autoflash.evaluate.semantics import Block, Semantics
 from autoflash.evaluate.verify import run_case, running_on
 from autoflash.evaluate.yardstick import plain, plain_gradients, plain_term_gradients
@@ -69,7 +69,7 @@ class Accuracy:
 
     Attributes:
         case: Which.
-        errors: By output.
+        errors: By output; none where torch's kernels were not asked.
         gate: The worst comparison of the correctness gate, in units of what it allows.
         words: The same in words.
     """
@@ -80,14 +80,22 @@ class Accuracy:
     words: str
 
 
-def accuracy(executable: Executable, case: Case, device: Device) -> Accuracy | str:
-    """Measure the errors of a kernel on one case; or the reason why it refuses the case."""
+def accuracy(executable: Executable, case: Case, device: Device, is_bare: bool = False) -> Accuracy | str:
+    """Measure the errors of a kernel on one case; or the reason why it refuses the case.
+
+    Args:
+        executable: The kernel.
+        case: One of :func:`accuracy_cases`.
+        device: Where.
+        is_bare: For tools that watch allocations: tensors have no margins around them, and none of torch's backends
+            runs, so that there is the gate alone.
+    """
     place = device.torch_device
     with running_on(place, case.problem.tf32):
-        run = run_case(executable, case, place)
+        run = run_case(executable, case, place, 0 if is_bare else MARGIN)
         if isinstance(run, str):
             return run
-        by_torch = torch_errors(case.values, place)
+        by_torch = {} if is_bare else torch_errors(case.values, place)
     return Accuracy(
         case=case,
         errors=tuple(
@@ -96,7 +104,7 @@ def accuracy(executable: Executable, case: Case, device: Device) -> Accuracy | s
                 kernel=_largest(run.results[name], limit.exact),
                 torch={backend: errors[name] for backend, errors in by_torch.items()},
             )
-            for name, limit in run.expected.limits
+            for name, limit in (() if is_bare else run.expected.limits)
         ),
         gate=run.finding.ratio,
         words=run.finding.words,

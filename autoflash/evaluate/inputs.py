@@ -18,8 +18,11 @@ _CANARIES = {torch.float16: 0x7E5A, torch.bfloat16: 0x7FDA, torch.float32: 0x7FC
 _CANARIES |= {torch.bool: 0x5A, torch.int32: 0x5AA55AA5, torch.int64: 0x5AA55AA55AA55AA5}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-# On each side of a tensor; more than a block of 128 rows of the widest heads may overrun. Keeps 16-byte alignment.
-_MARGIN = 1 << 15
+MARGIN = 1 << 15
+"""Elements before and behind a tensor that are watched: more than a block of 128 rows of the widest heads may overrun.
+
+It keeps 16-byte alignment.
+"""
 
 # Every block size is a multiple of 16, so that its first and last key are the first or last of some 16.
 _BLOCK_STEP = 16
@@ -232,25 +235,26 @@ def _strength(problem: Problem) -> float:
 class Guarded:
     """A tensor inside a larger buffer that nobody may write to, except for the tensor's own elements if allowed."""
 
-    def __init__(self, values: Tensor, memory: Memory) -> None:
+    def __init__(self, values: Tensor, memory: Memory, margin: int = MARGIN) -> None:
         """Copy values [B, H, S, X] or [B, H, S] into guarded memory; those of lower rank stay contiguous.
 
-        Of elements that share an address, the first one's value is taken.
+        Of elements that share an address, the first one's value is taken. With a ``margin`` of 0 an allocation ends
+        where its tensor does, for tools that watch allocations.
         """
         strides, offset = _layout(values, memory)
         span = 1 + sum((size - 1) * stride for size, stride in zip(values.shape, strides, strict=True))
-        length = 2 * _MARGIN + (max(span, 1) if values.numel() else 1) + offset
+        length = 2 * margin + (max(span, 1) if values.numel() else 1) + offset
         self._buffer = torch.zeros(length, dtype=values.dtype, device=values.device)
         self._bits.fill_(_CANARIES[values.dtype])
-        self.tensor = self._buffer.as_strided(values.shape, strides, _MARGIN + offset)
+        self.tensor = self._buffer.as_strided(values.shape, strides, margin + offset)
         distinct = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in strides)
         self.tensor[distinct] = values[distinct]
         self._before = self._bits.clone()
 
     @classmethod
-    def unwritten(cls, like: Tensor, memory: Memory) -> Guarded:
+    def unwritten(cls, like: Tensor, memory: Memory, margin: int = MARGIN) -> Guarded:
         """An output of the shape, type and device of ``like``, full of NaN."""
-        guarded = cls(like, memory)
+        guarded = cls(like, memory, margin)
         guarded._bits.fill_(_CANARIES[like.dtype])
         guarded._before.copy_(guarded._bits)
         return guarded

@@ -17,7 +17,7 @@ from torch import Tensor
 from autoflash.device import Device
 from autoflash.evaluate.expected import Expected, Limit, expanded, expected
 from autoflash.evaluate.grid import Case, crowded_case, determinism_case, full_cases, screen_cases
-from autoflash.evaluate.inputs import Guarded, Memory
+from autoflash.evaluate.inputs import MARGIN, Guarded, Memory
 from autoflash.problem import Pass, Problem
 from autoflash.runtime.executable import SINGLE, SINGLE_TERMS, Executable, Extras, TermGradients
 from autoflash.trial import Level, Verification
@@ -148,21 +148,22 @@ def _verify_cases(executable: Executable, cases: Sequence[Case], device: str) ->
     return findings or f"every case is refused, the first because {refusal}"
 
 
-def run_case(executable: Executable, case: Case, device: str) -> Run | str:
+def run_case(executable: Executable, case: Case, device: str, margin: int = MARGIN) -> Run | str:
     """Run a kernel on one case and apply the rules; or the reason why the executable refuses it.
 
     Args:
         executable: The kernel.
         case: What to compute.
         device: Where, as torch names it.
+        margin: Elements around each tensor that are watched; 0 leaves that to tools that watch allocations.
     """
     wanted = expected(case.values, device, _has_lse(executable))
-    inputs = _place_inputs(executable, case, wanted)
+    inputs = _place_inputs(executable, case, wanted, margin)
     tensors = [inputs[name].tensor for name in ("q", "k", "v", *(["dout"] if "dout" in inputs else []))]
     refusal = executable.why_not(case.problem, *tensors)
     if refusal is not None:
         return refusal
-    outputs = _place_outputs(executable, case, wanted)
+    outputs = _place_outputs(executable, case, wanted, margin)
     results = _launch(executable, case, inputs, outputs)
     findings = [
         Finding(WORST_RATIO, f"{name} was written to, and is an input")
@@ -203,43 +204,43 @@ def _verify_determinism(executable: Executable, case: Case, device: str) -> Find
     return Finding(0.0, f"{_LAUNCHES} launches gave the same bits ({case})")
 
 
-def _place_inputs(executable: Executable, case: Case, wanted: Expected) -> dict[str, Guarded]:
+def _place_inputs(executable: Executable, case: Case, wanted: Expected, margin: int = MARGIN) -> dict[str, Guarded]:
     """The tensors of a call in guarded memory, by name. Log-sum-exps are contiguous everywhere."""
     values, memory = wanted.inputs, case.memory
     key_memory = Memory.SHARED_HEAD if case.shared else memory
     placed = {
-        "q": Guarded(values.q, memory),
-        "k": Guarded(values.k, key_memory),
-        "v": Guarded(values.v, key_memory),
+        "q": Guarded(values.q, memory, margin),
+        "k": Guarded(values.k, key_memory, margin),
+        "v": Guarded(values.v, key_memory, margin),
     }
     extras = dict(zip(SINGLE, values.extras.flat, strict=False))
     extras |= {f"param_{place}": tensor for place, tensor in enumerate(values.extras.params)}
     for name, tensor in extras.items():
         if tensor is not None:
             form = {"mask": case.mask, "bias": case.bias}.get(name)
-            placed[name] = Guarded(tensor, Memory.DENSE if form is None else form.memory)
+            placed[name] = Guarded(tensor, Memory.DENSE if form is None else form.memory, margin)
     if case.problem.op is Pass.BACKWARD:
-        placed["out"] = Guarded(wanted.out.to(values.q.dtype), memory)
-        placed["lse"] = Guarded(wanted.lse.float(), Memory.DENSE)
-        placed["dout"] = Guarded(values.dout, Memory.SHARED_ELEMENT if case.shared else memory)
+        placed["out"] = Guarded(wanted.out.to(values.q.dtype), memory, margin)
+        placed["lse"] = Guarded(wanted.lse.float(), Memory.DENSE, margin)
+        placed["dout"] = Guarded(values.dout, Memory.SHARED_ELEMENT if case.shared else memory, margin)
         if case.with_dlse and _has_lse(executable):
-            placed["dlse"] = Guarded(values.dlse, Memory.DENSE)
+            placed["dlse"] = Guarded(values.dlse, Memory.DENSE, margin)
     return placed
 
 
-def _place_outputs(executable: Executable, case: Case, wanted: Expected) -> dict[str, Guarded]:
+def _place_outputs(executable: Executable, case: Case, wanted: Expected, margin: int) -> dict[str, Guarded]:
     """Outputs for the kernel to write into, full of NaN; a vendor's kernel allocates its own."""
     if executable.variant.family is Family.VENDOR:
         return {}
     values, memory = wanted.inputs, case.memory
     if case.problem.op is Pass.BACKWARD:
         models = {"dq": values.q, "dk": values.k, "dv": values.v}
-        placed = {name: Guarded.unwritten(model, memory) for name, model in models.items()}
+        placed = {name: Guarded.unwritten(model, memory, margin) for name, model in models.items()}
         terms = TermGradients.asked_by(case.problem, values.extras).present
-        return placed | {f"d{name}": Guarded.unwritten(term, Memory.DENSE) for name, term in terms.items()}
+        return placed | {f"d{name}": Guarded.unwritten(term, Memory.DENSE, margin) for name, term in terms.items()}
     return {
-        "out": Guarded.unwritten(values.dout, memory),
-        "lse": Guarded.unwritten(values.dlse, Memory.DENSE),
+        "out": Guarded.unwritten(values.dout, memory, margin),
+        "lse": Guarded.unwritten(values.dlse, Memory.DENSE, margin),
     }
 
 

@@ -85,15 +85,25 @@ def split(knobs: tuple[Knob, ...], choices: Mapping[str, Choice]) -> tuple[Choic
 
 def spellings(knobs: tuple[Knob, ...]) -> Iterator[tuple[Choices, Choices]]:
     """Every structure with every config, once each, in the order of the knobs' values: the last knob changes first."""
+    return ((structure, config) for structure, configs in structures(knobs) for config in configs)
+
+
+def structures(knobs: tuple[Knob, ...]) -> Iterator[tuple[Choices, Iterator[Choices]]]:
+    """Every structure once with its configs, which are made where they are asked for."""
     # Thousands of variants share a few structures and numbers.
     shared: dict[tuple[tuple[str, Choice], ...], Choices] = {}
     texts = sum(1 for _ in itertools.takewhile(lambda knob: knob.part is Part.STRUCTURE, knobs))
+
+    def share(choices: dict[str, Choice]) -> Choices:
+        one = tuple(choices.items())
+        return shared.get(one) or shared.setdefault(one, Choices(choices))
+
+    def configs(text: _Branch) -> Iterator[Choices]:
+        yield from (share(branch.config) for branch in _grown(text, knobs[texts:]))
+
     # One text at a time: a space has a hundred thousand branches.
     for text in _grown(_Branch({}, {}, {}), knobs[:texts]):
-        for branch in _grown(text, knobs[texts:]):
-            items = tuple(branch.structure.items()), tuple(branch.config.items())
-            structure, config = (shared.get(one) or shared.setdefault(one, Choices(dict(one))) for one in items)
-            yield structure, config
+        yield share(text.structure), configs(text)
 
 
 class _Branch(NamedTuple):

@@ -6,19 +6,36 @@ from typing import Any
 
 import pytest
 
-from autoflash.cli.application import main
-from autoflash.cli.verify_all import covering, structures
+from autoflash.cli.application import INTERRUPTED, main
+from autoflash.cli.verify_kernels import Selection, covering, kernels, structures
+from autoflash.device import Device
 from autoflash.dispatch.buckets import cell_of
 from autoflash.evaluate.worker import Failure, Worker
-from autoflash.problem import DType
+from autoflash.problem import DType, Form, Mask, Pass
+from autoflash.runtime.bind import bind
+from autoflash.runtime.executable import Executable
 from autoflash.space import catalog
 from autoflash.trial import Level, Status
-from autoflash.variant import Family
+from autoflash.variant import Choices, Family, Variant
 from tests.cli.conftest import Filled
 from tests.evaluate.candidates import Fails, Kernel
 from tests.factories import make_device, make_problem, make_verification
 
+Verified = dict[tuple[Pass, Family, DType], set[Choices]]
+
 SMALL = ["--seqlen", "64", "--heads", "2", "--quick"]
+
+
+@pytest.fixture(scope="module")
+def everything() -> Verified:
+    """Structures of causal attention that --all goes through on Hopper."""
+    selection = Selection(
+        family=None, features=("causal",), dtypes=(DType.BF16, DType.FP16), passes=(Pass.FORWARD, Pass.BACKWARD)
+    )
+    found: Verified = {}
+    for problem, variant in kernels(make_device("sm_90"), selection):
+        found.setdefault((problem.op, variant.family, problem.dtype), set()).add(variant.structure)
+    return found
 
 
 def test_defaults_and_vendor_kernels_are_verified(run_json: Callable[..., Any]) -> None:
@@ -179,6 +196,18 @@ def test_a_kernel_that_raises_does_not_end_all(
     assert text.count("WRONG") == 2
 
 
+def interrupting(after: int) -> Callable[..., Executable]:
+    """A bind that gives so many executables before Ctrl-C is pressed."""
+    left = iter(range(after))
+
+    def bound(form: Form, variant: Variant, device: Device) -> Executable:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return bind(form, variant, device)
+
+    return bound
+
+
 QUICK = ["--all", "--quick", "--pass", "forward", "--dtype", "fp32"]
 
 
@@ -207,7 +236,58 @@ def test_a_kernel_that_takes_its_process_with_it_is_a_row_of_all(
     assert "killed by SIGSEGV" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("option", [["--jobs", "2"], ["--out", "errors.md"]])
+def test_an_interrupted_run_shows_and_writes_what_it_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr("autoflash.cli.verify_all.bind", interrupting(after=1))
+    file = tmp_path / "errors.md"
+
+    code = main(["verify", "--device", "cpu", *QUICK, "--feature", "full", "--feature", "causal", "--out", str(file)])
+
+    assert code == INTERRUPTED
+    text = file.read_text()
+    assert "1 kernels of 2 (it was stopped before the others), 0 wrong" in text
+    assert text.count("| forward/full/fp32/d64") == 1
+    shown = capsys.readouterr()
+    assert "forward/full/fp32/d64" in shown.out
+    assert "1 of 2 kernels were not verified" in shown.err
+
+
+@pytest.mark.parametrize("jobs", [[], ["--jobs", "1"]])
+def test_a_budget_begins_no_more_kernels_and_its_table_says_so(
+    jobs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    over = iter([False, True, True])
+    monkeypatch.setattr("autoflash.cli.verify_all._is_over", lambda _: next(over))
+    file = tmp_path / "errors.md"
+    few = [*QUICK, "--feature", "full", "--feature", "causal", "--feature", "softcap"]
+
+    code = main(["verify", "--device", "cpu", *few, "--budget", "1m", "--out", str(file), *jobs])
+
+    assert code == 1
+    assert "1 kernels of 3" in file.read_text()
+    assert "2 of 3 kernels were not verified" in capsys.readouterr().err
+
+
+def test_one_of_the_two_problems_and_the_gate_alone_may_be_asked(
+    run_json: Callable[..., Any], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "errors.md"
+    few = ["--all", "--pass", "forward", "--dtype", "fp32", "--feature", "full", "--case", "regular", "--bare"]
+
+    rows = run_json("verify", *few, "--out", str(file))
+
+    assert [[case["case"].split()[0] for case in row["cases"]] for row in rows] == [["384x384"], ["384x384"]]
+    assert all(case["errors"] == [] and 0.0 < case["gate"] <= 1.0 for row in rows for case in row["cases"])
+    head, _, table = file.read_text().partition("\n\n| ")
+    command = "autoflash verify --all --feature full --dtype fp32 --pass forward --case regular --bare"
+    assert f"`{command}`" in head
+    assert "math" not in table.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "option", [["--jobs", "2"], ["--out", "errors.md"], ["--budget", "5m"], ["--case", "regular"], ["--bare"]]
+)
 def test_options_of_all_alone_are_refused_without_it(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--device", "cpu", *option]) == 2
 
@@ -227,7 +307,7 @@ def test_every_structure_of_the_triton_family_has_one_variant() -> None:
     assert space.default() in variants
 
 
-def test_with_features_every_choice_of_a_structure_is_verified_near_the_usual_ones() -> None:
+def test_with_features_every_choice_of_a_structure_is_verified_in_a_few() -> None:
     device = make_device("sm_90")
     cell = cell_of(make_problem(dtype=DType.BF16, seqlen_q=512).replace(softcap=5.0), device)
     space = catalog.search_space(cell, device, Family.TRITON)
@@ -237,4 +317,37 @@ def test_with_features_every_choice_of_a_structure_is_verified_near_the_usual_on
     every = {choice for variant in space.variants() for choice in variant.structure.items()}
     assert {choice for variant in variants for choice in variant.structure.items()} == every
     assert variants[0].structure == space.default().structure
-    assert len(variants) <= len(every)
+    assert len(variants) == 3
+    assert covering(space, variants) == []
+
+
+@pytest.mark.parametrize("op", Pass)
+@pytest.mark.parametrize("head_dim", [40, 80, 96, 128, 192, 256])
+def test_the_structures_of_all_are_those_of_any_head_dimension(op: Pass, head_dim: int, everything: Verified) -> None:
+    device = make_device("sm_90")
+    problem = make_problem(op=op, dtype=DType.BF16, head_dim=head_dim, mask=Mask.CAUSAL, seqlen_q=384)
+
+    for family in catalog.families(op, device):
+        space = catalog.search_space(cell_of(problem, device), device, family)
+        assert {variant.structure for variant in structures(space)} <= everything[op, family, DType.BF16]
+
+
+def test_in_fp16_every_choice_is_verified_at_the_head_dimensions_that_have_it(everything: Verified) -> None:
+    names = [(op, family) for op, family, dtype in everything if dtype is DType.FP16]
+
+    assert len(names) == 6
+    for op, family in names:
+        few, every = everything[op, family, DType.FP16], everything[op, family, DType.BF16]
+        assert {one for each in few for one in each.items()} == {one for each in every for one in each.items()}
+        assert len(few) < len(every) or family is Family.TORCH_TILED
+
+
+def test_no_form_is_verified_twice_by_two_names() -> None:
+    device = make_device("sm_90")
+    names = ("alibi", "alibi_gradient", "bias", "bias_gradient", "score_mod", "params_gradient")
+    selection = Selection(family=Family.TRITON, features=names, dtypes=(DType.BF16,), passes=tuple(Pass))
+
+    chosen = list(kernels(device, selection))
+
+    assert len({(Form.of(problem), variant) for problem, variant in chosen}) == len(chosen)
+    assert len({Form.of(problem) for problem, _ in chosen}) == 3 + 6

@@ -94,3 +94,17 @@ def test_cases_are_a_regular_and_an_irregular_one_that_backends_take():
     assert not any(case.with_dlse for case in cases)
     assert {case.mask.dtype for case in cases} == {None}
     assert all(Feature.FLOAT_MASK in case.problem.features for case in cases)
+
+
+def test_bare_the_tensors_fill_their_allocations_and_the_gate_is_asked_alone():
+    class Watched(Kernel):
+        def prepare_forward(self, problem, q, k, v, scale, extras):
+            whole = (tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in (q, k, v))
+            assert all(whole)
+            return super().prepare_forward(problem, q, k, v, scale, extras)
+
+    for case in cases_of():
+        found = accuracy(Watched(), case, CPU, is_bare=True)
+
+        assert found.errors == ()
+        assert 0 < found.gate <= 1

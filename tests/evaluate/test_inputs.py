@@ -283,3 +283,10 @@ def test_empty_tensors_can_be_guarded(shape):
 
     assert guarded.tensor.shape == shape
     assert guarded.is_unchanged_outside()
+
+
+def test_without_a_margin_an_allocation_ends_where_the_tensor_does() -> None:
+    guarded = Guarded(torch.zeros(2, 3, 5, 8), Memory.BSHD, margin=0)
+
+    assert guarded.tensor.storage_offset() == 0
+    assert guarded.tensor.untyped_storage().nbytes() == 2 * 3 * 5 * 8 * 4

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from autoflash.space.knob import Knob, Part, spellings, split
+from autoflash.space.knob import Knob, Part, spellings, split, structures
 
 _KNOBS = (
     Knob(name="loop_order", part=Part.STRUCTURE, values=("query_outer", "key_outer"), default="query_outer"),
@@ -79,3 +79,10 @@ def test_spellings_share_equal_structures_and_configs() -> None:
     made = list(spellings(_KNOBS))
 
     assert len({id(structure) for structure, _ in made}) == len({structure for structure, _ in made}) == 3
+
+
+def test_each_structure_comes_once_with_its_configs() -> None:
+    made = [(structure, list(configs)) for structure, configs in structures(_KNOBS)]
+
+    assert [(structure, config) for structure, configs in made for config in configs] == list(spellings(_KNOBS))
+    assert [len(configs) for _, configs in made] == [3, 3, 1]
