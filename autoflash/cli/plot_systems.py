@@ -16,8 +16,8 @@ COMMAND = "autoflash bench --systems"
 _PANEL_INCHES = (3.6, 3.0)
 # Room for the legend, which stands beside the panels.
 _LEGEND_INCHES = 2.2
-# Of Okabe and Ito, as in other figures.
-_COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7")
+# Of Okabe and Ito, as in other figures; the palest is the last.
+_COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#F0E442")
 _GREY = "#999999"
 _GIB = 2**30
 

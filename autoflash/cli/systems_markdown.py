@@ -10,9 +10,9 @@ from autoflash.cli.output import Column, markdown_table, size_text
 from autoflash.keys import Json
 
 _COUNTED = """\
-Bytes of main memory in the IO model of `autoflash analyze` / as counted in DRAM by NVIDIA's ncu. The model knows no L2
-but where its name says so: what a kernel finds there is in the first number and not in the second. A count is of one
-call, from a cold L2, with what it leaves there to be written back. A dash: not known, or not counted."""
+Bytes of main memory in the IO model of `autoflash analyze` / as counted in DRAM by NVIDIA's ncu. The model knows no L2:
+what a kernel finds there is in the first number and not in the second. A count is of one call, from a cold L2, with
+what it leaves there to be written back. A dash: not known, or not counted."""
 _MODELLED = """\
 Bytes of main memory in the IO model of `autoflash analyze`, which knows no L2. A dash: the algorithm is not known."""
 

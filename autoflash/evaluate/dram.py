@@ -146,12 +146,8 @@ def _session(program: str, work: Sequence[Work], device: Device, seed: int, stal
 
 def _run(command: Sequence[str], output: Path, replies: Path, stall_s: float) -> str:
     """Run it, and kill it where it gets nowhere; how it ended."""
-    # Numbers are to be printed as the parser reads them.
-    environment = {**os.environ, "LC_ALL": "C.UTF-8"}
     with output.open("wb") as sink:
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, env=environment, start_new_session=True
-        )
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink, start_new_session=True)
         try:
             size, deadline = 0, time.monotonic() + stall_s
             while process.poll() is None:

@@ -93,10 +93,10 @@ def _counted(device: Device) -> Iterator[None]:
         yield
         return
     torch.cuda.synchronize(device.index)
-    torch.cuda.profiler.start()
+    torch.cuda.profiler.start()  # type: ignore[no-untyped-call]  # torch 2.13
     yield
     torch.cuda.synchronize(device.index)
-    torch.cuda.profiler.stop()
+    torch.cuda.profiler.stop()  # type: ignore[no-untyped-call]  # torch 2.13
 
 
 def _eviction(device: Device) -> Callable[[], object]:

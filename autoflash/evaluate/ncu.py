@@ -70,7 +70,8 @@ def command(program: str, log: Path, counted: Sequence[str]) -> list[str]:
         log: The file for what ncu says, the counts among it.
         counted: The other command line.
     """
-    return [program, *_OPTIONS, "--log-file", str(log), *counted]
+    # Numbers are to be printed as they are read here.
+    return ["env", "LC_ALL=C.UTF-8", program, *_OPTIONS, "--log-file", str(log), *counted]
 
 
 def check(text: str) -> None:

@@ -29,7 +29,7 @@ from autoflash.runtime.executable import Executable, TermGradients
 from autoflash.space import catalog
 from autoflash.space.catalog import SearchSpace
 from autoflash.trial import Measurement
-from autoflash.variant import Family, Variant
+from autoflash.variant import Choice, Family, Variant
 
 _FLASH_ORDERS = {
     Pass.FORWARD: (("FlashAttention-1", "key_outer"), ("FlashAttention-2", "query_outer")),
@@ -60,7 +60,7 @@ def systems(cell: Cell, device: Device, recorded: tuple[Variant, ...] = ()) -> t
     """Those that may run on a device.
 
     A loop order is stood for by the first recorded variant that has it; else by its most promising variant in Triton,
-    or the default with that order in plain torch.
+    or in plain torch by the default with that order, with larger tiles on long sequences.
 
     Args:
         cell: What is to be computed.
@@ -188,7 +188,15 @@ def _of_order(space: SearchSpace, order: str, recorded: list[Variant]) -> Varian
         if variant.structure["loop_order"] == order:
             return variant
     if space.family is Family.TORCH_TILED:
-        default = space.default()
-        return space.variant({**default.structure, **default.config, "loop_order": order})
+        return space.variant({**_large_tiles(space), "loop_order": order})
     scores = {variant: score for variant, score in space.scores().items() if variant.structure["loop_order"] == order}
     return max(scores, key=scores.__getitem__) if scores else None
+
+
+def _large_tiles(space: SearchSpace) -> dict[str, Choice]:
+    """The default's tiles in plain torch, larger where there would be thousands: each is a dozen launches."""
+    choices: dict[str, Choice] = {}
+    for name, bucket, most in (("block_m", space.cell.q_bucket, 32), ("block_n", space.cell.k_bucket, 16)):
+        largest = max(value for knob in space.knobs if knob.name == name for value in knob.values)
+        choices[name] = max(space.default().config.number(name), min(2**bucket // most, largest))
+    return choices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -81,9 +82,9 @@ def test_errors_come_before_warnings(text: str, expected: str) -> None:
 def test_ranges_are_counted_in_one_run_with_the_caches_left_alone() -> None:
     command = ncu.command("/opt/ncu", Path("log"), ["python", "-c", "pass"])
 
-    assert command[0] == "/opt/ncu"
+    assert command[:3] == ["env", "LC_ALL=C.UTF-8", "/opt/ncu"]
     assert command[-5:] == ["--log-file", "log", "python", "-c", "pass"]
-    given = dict(zip(command[1:-6:2], command[2:-5:2], strict=False))
+    given = dict(itertools.pairwise(command))
     assert given["--replay-mode"] == "app-range"
     assert given["--cache-control"] == given["--clock-control"] == "none"
     assert given["--metrics"] == "dram__bytes_read.sum,dram__bytes_write.sum"
