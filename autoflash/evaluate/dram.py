@@ -151,7 +151,7 @@ def _run(command: Sequence[str], output: Path, replies: Path, stall_s: float) ->
         try:
             size, deadline = 0, time.monotonic() + stall_s
             while process.poll() is None:
-                if replies.stat().st_size > size:
+                if replies.stat().st_size != size:
                     size, deadline = replies.stat().st_size, time.monotonic() + stall_s
                 if time.monotonic() > deadline:
                     return f"nothing was done within {stall_s:g} s; killed"

@@ -51,12 +51,13 @@ def main(request: str, replies: str) -> None:
 
     Args:
         request: A file with a pickled :class:`Request`.
-        replies: The file to append to: ``reason`` is empty where the ranges of the call were closed, and ``stopped``
+        replies: The file to write to: ``reason`` is empty where the ranges of the call were closed, and ``stopped``
             is set where an open range failed, after which nothing more is tried.
     """
     asked: Request = pickle.loads(Path(request).read_bytes())
     evict = _eviction(asked.device)
-    with Path(replies).open("a", encoding="utf-8") as sink:
+    # Written anew where ncu runs the process again, which a third counter would make it do.
+    with Path(replies).open("w", encoding="utf-8") as sink:
         for work in asked.work:
             reason, stopped = _count(work, asked, evict)
             sink.write(json.dumps({"reason": reason, "stopped": stopped}) + "\n")
