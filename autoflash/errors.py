@@ -31,3 +31,7 @@ class TableError(AutoflashError, ValueError):
 
 class RenderError(AutoflashError, ValueError):
     """A template was asked for a form that it does not have."""
+
+
+class CounterError(AutoflashError, RuntimeError):
+    """The counters of a GPU cannot be read here; the message says why."""

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import Progress
 
 import autoflash
-from autoflash.cli import bench_blocks, bench_grid, bench_systems, plot_blocks
+from autoflash.cli import bench_blocks, bench_grid, bench_systems, plot_blocks, plot_systems, systems_markdown
 from autoflash.cli.bench_grid import Grid, Row
 from autoflash.cli.bench_sweep import Sweep, sweep
 from autoflash.cli.features import feature_options
@@ -24,7 +24,8 @@ from autoflash.device import Device
 from autoflash.dispatch import table
 from autoflash.dispatch.buckets import cell_of, problem_of
 from autoflash.dispatch.ladder import Here, VendorPolicy, inference_ladder
-from autoflash.evaluate import overhead
+from autoflash.errors import CounterError
+from autoflash.evaluate import ncu, overhead
 from autoflash.keys import Json
 from autoflash.problem import LEAST_BLOCK, DType, Mask, Pass
 from autoflash.runtime.probe import environment, probe
@@ -48,6 +49,9 @@ README_END = "<!-- benchmark table: end -->"
 @feature_options
 @click.option("--flex", is_flag=True, help="Beside torch's flex_attention too, compiled for each problem.")
 @click.option("--systems", "by_system", is_flag=True, help="Standard attention, Rabe-Staats, FlashAttention and SDPA.")
+@click.option(
+    "--dram", "with_dram", is_flag=True, help="With --systems: bytes of DRAM too, as NVIDIA's ncu counts them."
+)
 @click.option("--blocks", "by_blocks", is_flag=True, help="Times by the share of blocks that a block mask shows.")
 @click.option("--exhaustive", is_flag=True, help="Sweep every variant of one cell, and judge the recorded winner.")
 @click.option("--overhead", "host", is_flag=True, help="Host time of a small call against torch SDPA.")
@@ -65,6 +69,7 @@ def command(
     group: int,
     flex: bool,
     by_system: bool,
+    with_dram: bool,
     by_blocks: bool,
     exhaustive: bool,
     host: bool,
@@ -82,7 +87,10 @@ def command(
     --systems compares standard attention, Rabe-Staats (torch_tiled), the orders of FlashAttention-1 and -2, the Hopper
     family and torch's backends, those of them that run here, on fewer problems: time, the most memory that a call
     holds beside its inputs (and what a backward finds kept by its forward), main-memory bytes in the model of
-    autoflash analyze, and the error against float64 at lengths of about 512.
+    autoflash analyze, and the error against float64 at lengths of about 512. --dram adds the bytes that the GPU's own
+    counters have for one call, from a cold L2 and with what it leaves there to be written back; it needs NVIDIA's ncu
+    on the PATH and the right to read counters. --out also writes the tables as Markdown, and `autoflash plot` draws
+    its JSON: bytes of the model and of DRAM.
 
     --blocks times maps of which each block of queries sees 100, 50, 25, 12 and 6 % of the blocks of keys, at random,
     and the same problem without a map; TFLOP/s are over what is shown. `autoflash plot` draws the file of --out.
@@ -90,6 +98,8 @@ def command(
     device = probe(common.device)
     if by_system and (exhaustive or host or readme is not None):
         raise click.UsageError("--systems is a run of its own: leave out --exhaustive, --overhead and --readme")
+    if with_dram and not by_system:
+        raise click.UsageError("--dram counts for --systems: give that too")
     if by_blocks and (by_system or exhaustive or host or flex or readme is not None):
         raise click.UsageError("--blocks is a run of its own: leave out --systems, --exhaustive, --overhead and --flex")
     if flex and (by_system or exhaustive or host):
@@ -116,7 +126,7 @@ def command(
         changes["masks"] = (Mask.CAUSAL if causal else Mask.FULL,)
     grid = dataclasses.replace(grid, **changes)  # type: ignore[arg-type]  # dataclasses.replace is untyped by name
     if by_system:
-        _systems(common, device, grid, out)
+        _systems(common, device, grid, out, with_dram=with_dram)
         return
     if by_blocks:
         _blocks(common, device, grid, out)
@@ -150,7 +160,7 @@ def _grid(common: Common, device: Device, grid: Grid, flex: bool, out: Path | No
     report = _report(device, grid, rows)
     kind = [f"group{grid.group}"] if grid.group > 1 else []
     kind += sorted({feature.value for some in features for feature in some})
-    _write(out, "-".join([device_slug(device.name), *kind]), report)
+    _write(out, f"{'-'.join([device_slug(device.name), *kind])}.json", bench_json(report))
     short = f"{_caption(device, backends)}\n\n{markdown_table(*bench_grid.pivot(rows, backends))}\n"
     if readme is not None:
         _put_into(readme, short)
@@ -162,23 +172,39 @@ def _grid(common: Common, device: Device, grid: Grid, flex: bool, out: Path | No
     click.echo("\n".join([short, *bench_grid.summary(rows, backends)]))
 
 
-def _systems(common: Common, device: Device, grid: Grid, out: Path | None) -> None:
-    with common.progress.status("comparing") as status:
+def _systems(common: Common, device: Device, grid: Grid, out: Path | None, *, with_dram: bool) -> None:
+    seed, failure = common.seed or 0, None
+    if with_dram:
+        # Before minutes are spent on times.
+        ncu.find()
+    with common.progress.status("compiling") as status:
         compared = bench_systems.run(
             grid,
             device,
             table.load(common.db, common.table),
-            seed=common.seed or 0,
+            seed=seed,
             on_problem=lambda problem: status.update(escape(f"comparing {cell_of(problem, device)}")),
         )
+        if with_dram:
+            status.update("counting bytes of DRAM")
+            try:
+                compared = bench_systems.with_dram(compared, device, seed=seed)
+            except CounterError as error:
+                # The times are worth having all the same.
+                failure = error
     rows: list[Json] = [bench_systems.comparison_json(one) for one in compared]
-    report = {**_about(device), "command": "autoflash bench --systems", "problems": rows}
-    _write(out, f"systems-{device_slug(device.name)}", report)
+    asked = " --dram" if with_dram else ""
+    report = {**_about(device), "command": f"{plot_systems.COMMAND}{asked}", "problems": rows}
+    name = f"systems-{device_slug(device.name)}"
+    _write(out, f"{name}.json", bench_json(report))
+    _write(out, f"{name}.md", systems_markdown.text(compared, report))
     if common.json:
         print_json(report)
-        return
-    for one in compared:
-        bench_systems.print_comparison(one, device)
+    else:
+        for one in compared:
+            bench_systems.print_comparison(one, device)
+    if failure is not None:
+        raise failure
 
 
 def _blocks(common: Common, device: Device, grid: Grid, out: Path | None) -> None:
@@ -192,7 +218,7 @@ def _blocks(common: Common, device: Device, grid: Grid, out: Path | None) -> Non
         )
     found: list[Json] = [bench_blocks.row_json(row) for row in rows]
     report = {**_about(device), "command": plot_blocks.COMMAND, "rows": found}
-    _write(out, f"blocks-{device_slug(device.name)}", report)
+    _write(out, f"blocks-{device_slug(device.name)}.json", bench_json(report))
     if common.json:
         print_json(report)
         return
@@ -200,11 +226,11 @@ def _blocks(common: Common, device: Device, grid: Grid, out: Path | None) -> Non
         bench_blocks.print_row(row)
 
 
-def _write(out: Path | None, name: str, report: Json) -> None:
+def _write(out: Path | None, name: str, text: str) -> None:
     """Write a results file into the folder that was asked for, if one was."""
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_table(out / f"{name}.json", bench_json(report), force=True)
+        write_table(out / name, text, force=True)
 
 
 def bench_json(report: Json) -> str:

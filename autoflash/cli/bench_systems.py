@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,25 +14,31 @@ from autoflash.cli.records import first_line
 from autoflash.device import Device, DeviceKind
 from autoflash.dispatch.buckets import cell_of
 from autoflash.dispatch.table import Table
-from autoflash.evaluate import systems
+from autoflash.evaluate import dram, systems
 from autoflash.evaluate.accuracy import Accuracy
-from autoflash.evaluate.benchmark import Call, device_lock, interleaved
+from autoflash.evaluate.benchmark import Call, device_lock
 from autoflash.evaluate.cost import tflops
+from autoflash.evaluate.dram_main import Work
 from autoflash.evaluate.io_model import Traffic
-from autoflash.evaluate.memory import peak_bytes
+from autoflash.evaluate.ncu import DramBytes
 from autoflash.evaluate.systems import System
 from autoflash.keys import Json
-from autoflash.problem import Form, Problem
+from autoflash.problem import Form, Mask, Problem
 from autoflash.runtime.probe import environment
 from autoflash.trial import Measurement
 
-COLUMNS = (
+# A call that takes longer is said to, and not timed: a dozen of them would take longer than everything else.
+_SLOWEST_S = 5.0
+
+_DRAM_TITLE = "DRAM bytes (ncu)"
+_COLUMNS = (
     Column(title="system"),
     Column(title="us", numeric=True),
     Column(title="TFLOP/s", numeric=True),
     Column(title="peak memory", numeric=True),
     Column(title="kept", numeric=True),
     Column(title="HBM bytes (model)", numeric=True),
+    Column(title=_DRAM_TITLE, numeric=True),
     Column(title="error", numeric=True),
     Column(title="gate", numeric=True),
     Column(title="kernel"),
@@ -49,6 +56,7 @@ class Result:
         peak_bytes: The most that a call holds beside its inputs, outputs included; None where it did not run.
         kept_bytes: What a backward finds kept by its forward beside that; None where a vendor does not say.
         accuracy: Errors against float64; None where it refuses the case.
+        dram: What it moves, as the GPU counted it; None where nobody asked.
         reason: Why it did not run; empty where it did.
     """
 
@@ -58,12 +66,18 @@ class Result:
     peak_bytes: int | None = None
     kept_bytes: int | None = None
     accuracy: Accuracy | None = None
+    dram: dram.Count | None = None
     reason: str = ""
 
     @property
     def error(self) -> float | None:
         """Largest error of all outputs."""
         return None if self.accuracy is None else max(errors.kernel for errors in self.accuracy.errors)
+
+    @property
+    def moved(self) -> DramBytes | None:
+        """What the GPU counted; None without a count."""
+        return None if self.dram is None else self.dram.moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +89,11 @@ class Comparison:
 
 
 def default_grid(grid: Grid, device: Device, *, quick: bool) -> Grid:
-    """Fewer problems than for a table of speeds: standard attention takes memory, and a CPU its time."""
+    """Fewer problems than for a table of speeds: standard attention takes memory, and a CPU its time.
+
+    None has a mask, which only some of the systems make use of.
+    """
+    grid = replace(grid, masks=(Mask.FULL,))
     if device.kind is DeviceKind.CPU:
         seqlen = 256 if quick else 512
         return replace(grid, tokens=seqlen, seqlens=(seqlen,), head_dims=(64,))
@@ -94,72 +112,115 @@ def run(
         seed: Of the inputs.
         on_problem: Called before each.
     """
-    here = environment(device)
+    asked = [(problem, _systems(problem, device, table)) for problem in grid.problems()]
+    systems.compile_ahead(asked, device)
     compared = []
-    for problem in grid.problems():
+    for problem, which in asked:
         on_problem(problem)
-        cell = cell_of(problem, device)
-        recorded = tuple(
-            choice.variant for hit in table.hits(cell, here) if hit.is_exact for choice in hit.decision.choices
-        )
         with device_lock(device):
-            results = compare(problem, device, systems.systems(cell, device, recorded), seed)
+            results = compare(problem, device, which, seed)
         compared.append(Comparison(problem=problem, results=results))
     return compared
 
 
+def _systems(problem: Problem, device: Device, table: Table) -> tuple[System, ...]:
+    cell = cell_of(problem, device)
+    hits = table.hits(cell, environment(device))
+    recorded = tuple(choice.variant for hit in hits if hit.is_exact for choice in hit.decision.choices)
+    return systems.systems(cell, device, recorded)
+
+
 def compare(problem: Problem, device: Device, which: Sequence[System], seed: int) -> tuple[Result, ...]:
-    """Errors of each system first, then memory, then time, in turns."""
-    results: list[Result] = []
-    timed: list[Call] = []
-    allocating: list[Call] = []
-    for system in which:
-        result = Result(system=system, traffic=systems.model_of(system, problem))
-        try:
-            executable = systems.executable_of(system, problem, device)
-            found = systems.error_of(executable, problem, device)
-            calls = systems.calls_of(executable, problem, device, seed)
-            for call in calls:
-                call()
-        except Exception as error:
-            # A kernel may fail in any way that torch, Triton or the driver has: it is a line with a reason.
-            results.append(replace(result, reason=f"{type(error).__name__}: {error}"))
-            continue
-        timed.append(calls[0])
-        allocating.append(calls[1])
-        kept = systems.kept_for_backward(system, problem)
-        results.append(replace(result, accuracy=None if isinstance(found, str) else found, kept_bytes=kept))
-    peaks = iter(peak_bytes(allocating, device))
-    allocating.clear()
-    times = iter(interleaved(timed, device, run=uuid.uuid4().hex[:12]) if timed else [])
-    return tuple(
-        result if result.reason else replace(result, peak_bytes=next(peaks), measurement=next(times))
-        for result in results
+    """Errors and memory of each system by itself first, then times, in turns."""
+    results = [_alone(system, problem, device, seed) for system in which]
+    makers = [
+        functools.partial(_make_call, result.system, problem, device, seed) for result in results if not result.reason
+    ]
+    times = iter(systems.times(makers, device, run=uuid.uuid4().hex[:12]))
+    return tuple(result if result.reason else replace(result, measurement=next(times)) for result in results)
+
+
+def _alone(system: System, problem: Problem, device: Device, seed: int) -> Result:
+    result = Result(system=system, traffic=systems.model_of(system, problem))
+    try:
+        executable = systems.executable_of(system, problem, device)
+        found = systems.error_of(system, problem, device)
+        call = systems.allocating_call(executable, problem, device, seed)
+        peak, seconds = systems.peak_and_seconds(call, device)
+    except Exception as error:
+        # A kernel may fail in any way that torch, Triton or the driver has: it is a line with a reason.
+        return replace(result, reason=f"{type(error).__name__}: {error}")
+    return replace(
+        result,
+        accuracy=None if isinstance(found, str) else found,
+        peak_bytes=peak,
+        kept_bytes=systems.kept_for_backward(system, problem),
+        reason=f"a call takes {seconds:.1f} s: not timed" if seconds > _SLOWEST_S else "",
     )
+
+
+def _make_call(system: System, problem: Problem, device: Device, seed: int) -> Call:
+    return systems.timed_call(systems.executable_of(system, problem, device), problem, device, seed)
+
+
+def with_dram(compared: Sequence[Comparison], device: Device, *, seed: int) -> list[Comparison]:
+    """The same with the bytes that the GPU counts for each system that ran.
+
+    Raises:
+        CounterError: as :func:`autoflash.evaluate.dram.count`.
+    """
+    work = [
+        Work(problem=one.problem, system=result.system)
+        for one in compared
+        for result in one.results
+        if not result.reason
+    ]
+    with device_lock(device):
+        counts = iter(dram.count(work, device, seed=seed))
+    return [
+        replace(
+            one,
+            results=tuple(result if result.reason else replace(result, dram=next(counts)) for result in one.results),
+        )
+        for one in compared
+    ]
 
 
 def print_comparison(comparison: Comparison, device: Device) -> None:
     """One table for a problem."""
-    problem = comparison.problem
+    columns, rows = table_of(comparison)
+    print_table(f"{title_of(comparison.problem)}, on {device.name}", columns, rows)
+
+
+def title_of(problem: Problem) -> str:
+    """A problem in words."""
     sizes = f"B{problem.batch} H{problem.heads} S{problem.seqlen_q} D{problem.head_dim}"
-    title = f"{Form.of(problem)}/{problem.dtype.value}, {sizes}, on {device.name}"
-    print_table(title, COLUMNS, [_row(problem, result) for result in comparison.results])
+    return f"{Form.of(problem)}/{problem.dtype.value}, {sizes}"
 
 
-def _row(problem: Problem, result: Result) -> list[str]:
+def table_of(comparison: Comparison) -> tuple[list[Column], list[list[str]]]:
+    """A line for each system; bytes of DRAM only where they were counted."""
+    shown = [column for column in _COLUMNS if column.title != _DRAM_TITLE or any(r.dram for r in comparison.results)]
+    rows = [_row(comparison.problem, result) for result in comparison.results]
+    return shown, [[row[column.title] for column in shown] for row in rows]
+
+
+def _row(problem: Problem, result: Result) -> dict[str, str]:
     measured = result.measurement
-    moved = None if result.traffic is None else result.traffic.total_bytes
-    return [
+    reason = result.reason or (result.dram.reason if result.dram else "")
+    cells = (
         result.system.name,
         number(None if measured is None else measured.median_us),
         number(None if measured is None else tflops(problem, measured.median_us), 3),
         size_text(result.peak_bytes),
         size_text(result.kept_bytes),
-        size_text(moved),
+        size_text(None if result.traffic is None else result.traffic.total_bytes),
+        size_text(None if result.moved is None else result.moved.total_bytes),
         "-" if result.error is None else f"{result.error:.2e}",
         number(None if result.accuracy is None else result.accuracy.gate, 2),
-        first_line(result.reason) if result.reason else str(result.system.variant),
-    ]
+        first_line(reason) if reason else str(result.system.variant),
+    )
+    return {column.title: cell for column, cell in zip(_COLUMNS, cells, strict=True)}
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Json]:
@@ -183,6 +244,9 @@ def _result_json(problem: Problem, result: Result) -> dict[str, Json]:
         "peak_bytes": result.peak_bytes,
         "kept_bytes": result.kept_bytes,
         "traffic": None if result.traffic is None else traffic_json(result.traffic),
+        "dram_read_bytes": None if result.moved is None else result.moved.read_bytes,
+        "dram_write_bytes": None if result.moved is None else result.moved.written_bytes,
+        "dram_reason": "" if result.dram is None else result.dram.reason,
         "errors": None if found is None else {errors.output: _finite(errors.kernel) for errors in found.errors},
         "error_case": None if found is None else str(found.case),
         "gate": None if found is None else _finite(found.gate),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoflash.cli import plot_blocks
+from autoflash.cli import plot_blocks, plot_systems
 from autoflash.cli.options import Common, common_options
 from autoflash.cli.output import print_json
 
@@ -18,7 +18,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COMMANDS = ("autoflash bench", plot_blocks.COMMAND)
+# What made a results file, and where in it the results are.
+_RESULTS = {
+    "autoflash bench": "rows",
+    plot_blocks.COMMAND: "rows",
+    plot_systems.COMMAND: "problems",
+    f"{plot_systems.COMMAND} --dram": "problems",
+}
 FORMATS = (".svg", ".png", ".pdf")
 
 Panel = tuple[str, str, int]
@@ -38,25 +44,37 @@ _PANEL_INCHES = (3.2, 2.3)
 def command(common: Common, results: Path, out: Path) -> None:
     """Draw a results file of `autoflash bench`: TFLOP/s by sequence length, a panel for each pass, mask and head size.
 
-    Of `autoflash bench --blocks`: time by the share of the blocks that are shown.
+    Of `autoflash bench --blocks`: time by the share of the blocks that are shown. Of `autoflash bench --systems`: bytes
+    of main memory by sequence length, of the model and, with --dram, as counted.
 
     Equal results give equal bytes of an SVG. Needs matplotlib: pip install 'autoflash[report]'.
     """
     if out.suffix not in FORMATS:
         raise click.UsageError(f"{out} does not end in {', '.join(FORMATS)}")
     report = _read(results)
-    by_blocks = report["command"] == plot_blocks.COMMAND
-    panels = {} if by_blocks else panels_of(report["rows"])
     try:
-        save(plot_blocks.draw(report["rows"], _title(report)) if by_blocks else draw(panels, _title(report)), out)
+        figure, panels = _figure(report)
+        save(figure, out)
     except ImportError as error:
         raise click.ClickException(f"{error}: pip install 'autoflash[report]' installs matplotlib") from error
     except OSError as error:
         raise click.ClickException(f"cannot write {out}: {error.strerror or error}") from error
     if common.json:
-        print_json({"file": str(out), "panels": len(report["rows"]) if by_blocks else len(panels)})
+        print_json({"file": str(out), "panels": panels})
     else:
         click.echo(f"Wrote {out}")
+
+
+def _figure(report: Mapping[str, Any]) -> tuple[Figure, int]:
+    """The figure of a results file, and how many panels have something in them."""
+    title = _title(report)
+    if report["command"] == plot_blocks.COMMAND:
+        return plot_blocks.draw(report["rows"], title), len(report["rows"])
+    if report["command"].startswith(plot_systems.COMMAND):
+        panels = plot_systems.panels_of(report["problems"])
+        return plot_systems.draw(panels, title), len(panels)
+    curves = panels_of(report["rows"])
+    return draw(curves, title), len(curves)
 
 
 def panels_of(rows: list[dict[str, Any]]) -> dict[Panel, Curves]:
@@ -128,9 +146,10 @@ def _read(results: Path) -> dict[str, Any]:
         report = json.loads(results.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise click.ClickException(f"{results} is no JSON: {error}") from error
-    if not isinstance(report, dict) or not report.get("rows") or report.get("command") not in _COMMANDS:
+    found = report.get(_RESULTS.get(report.get("command", ""), "")) if isinstance(report, dict) else None
+    if not found:
         raise click.ClickException(f"{results} is no results file; `autoflash bench --out DIR` writes one")
-    return report
+    return dict(report)
 
 
 def _title(report: Mapping[str, Any]) -> str:

@@ -31,6 +31,12 @@ def peak_bytes(calls: Sequence[Callable[[], object]], device: Device) -> list[in
     return _on_cpu(calls) if device.kind is DeviceKind.CPU else [_on_gpu(call, device) for call in calls]
 
 
+def release_cached(device: Device) -> None:
+    """Give back to a device what torch's allocator keeps of its memory for later; other processes may need it."""
+    if device.kind is not DeviceKind.CPU:
+        torch.cuda.empty_cache()
+
+
 def _on_gpu(call: Callable[[], object], device: Device) -> int:
     torch.cuda.synchronize(device.index)
     before = torch.cuda.memory_allocated(device.index)

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 
-from autoflash.device import Device
+import torch
+
+from autoflash.device import Device, DeviceKind
 from autoflash.evaluate.accuracy import Accuracy, accuracy, accuracy_cases
-from autoflash.evaluate.benchmark import Call, make_call
+from autoflash.evaluate.benchmark import Call, interleaved, make_call
+from autoflash.evaluate.compile_pool import CompilePool
 from autoflash.evaluate.cost import lse_bytes
+from autoflash.evaluate.grid import Case
 from autoflash.evaluate.io_model import Traffic
+from autoflash.evaluate.memory import peak_bytes, release_cached
 from autoflash.evaluate.standard import STANDARD, StandardAttention, kept_bytes
 from autoflash.evaluate.timed_inputs import timed_inputs
 from autoflash.evaluate.variant_io import traffic_of
@@ -19,7 +28,8 @@ from autoflash.runtime.bind import bind
 from autoflash.runtime.executable import Executable, TermGradients
 from autoflash.space import catalog
 from autoflash.space.catalog import SearchSpace
-from autoflash.variant import Family, Variant
+from autoflash.trial import Measurement
+from autoflash.variant import Choice, Family, Variant
 
 _FLASH_ORDERS = {
     Pass.FORWARD: (("FlashAttention-1", "key_outer"), ("FlashAttention-2", "query_outer")),
@@ -50,7 +60,7 @@ def systems(cell: Cell, device: Device, recorded: tuple[Variant, ...] = ()) -> t
     """Those that may run on a device.
 
     A loop order is stood for by the first recorded variant that has it; else by its most promising variant in Triton,
-    or the default with that order in plain torch.
+    or in plain torch by the default with that order, with larger tiles on long sequences.
 
     Args:
         cell: What is to be computed.
@@ -84,15 +94,14 @@ def executable_of(system: System, problem: Problem, device: Device) -> Executabl
     return StandardAttention() if system.is_standard else bind(Form.of(problem), system.variant, device)
 
 
-def calls_of(executable: Executable, problem: Problem, device: Device, seed: int) -> tuple[Call, Call]:
-    """A call to be timed, as in :func:`make_call`, and one whose memory is measured; one call where that is the same.
+def timed_call(executable: Executable, problem: Problem, device: Device, seed: int) -> Call:
+    """A call as it is timed: what remains is the launch, as in :func:`make_call`.
 
-    Generated kernels are timed with outputs that are given to them; torch's own allocate some in every call.
+    Generated kernels are given their outputs; torch's own allocate some in every call.
     """
-    allocating = allocating_call(executable, problem, device, seed)
     if executable.variant.family is Family.VENDOR:
-        return allocating, allocating
-    return make_call(executable, problem, device, seed=seed), allocating
+        return allocating_call(executable, problem, device, seed)
+    return make_call(executable, problem, device, seed=seed)
 
 
 def allocating_call(executable: Executable, problem: Problem, device: Device, seed: int) -> Callable[[], object]:
@@ -107,6 +116,43 @@ def allocating_call(executable: Executable, problem: Problem, device: Device, se
     return lambda: backward(q, k, v, out, lse, dout, extras=extras, terms=terms)
 
 
+def compile_ahead(asked: Iterable[tuple[Problem, Sequence[System]]], device: Device) -> None:
+    """Compile what the systems launch, in parallel; what cannot be compiled will be seen where it is launched."""
+    with CompilePool() as pool:
+        futures, waits = [], []
+        for problem, which in asked:
+            for variant in (system.variant for system in which if system.variant.family.uses_triton):
+                futures.append(pool.submit(problem, variant, device))
+                waits.append(pool.prepare(accuracy_cases(problem)[:1], variant, device))
+        wait(futures)
+        for compiled in waits:
+            compiled()
+
+
+def peak_and_seconds(call: Callable[[], object], device: Device) -> tuple[int, float]:
+    """The most that a call holds at once, in bytes, and about how long it takes, in seconds."""
+    (held,), start = peak_bytes([call], device), time.perf_counter()
+    call()
+    if device.kind is not DeviceKind.CPU:
+        torch.cuda.synchronize(device.index)
+    return held, time.perf_counter() - start
+
+
+def times(makers: Sequence[Callable[[], Call]], device: Device, *, run: str) -> list[Measurement]:
+    """Time calls in turns; one after the other where they do not fit into the device's memory together.
+
+    Args:
+        makers: Each makes a call.
+        device: Where they run.
+        run: Names the comparison.
+    """
+    # The calls are gone, and their memory with them, once the error that holds them is.
+    with contextlib.suppress(torch.OutOfMemoryError):
+        return interleaved([make() for make in makers], device, run=run)
+    release_cached(device)
+    return [interleaved([make()], device, run=run)[0] for make in makers]
+
+
 def kept_for_backward(system: System, problem: Problem) -> int | None:
     """Bytes that a backward finds kept by its forward beside inputs and output; None where a vendor does not say."""
     if problem.op is Pass.FORWARD:
@@ -116,13 +162,20 @@ def kept_for_backward(system: System, problem: Problem) -> int | None:
     return None if system.variant.family is Family.VENDOR else lse_bytes(problem)
 
 
-def error_of(executable: Executable, problem: Problem, device: Device) -> Accuracy | str:
+def error_of(system: System, problem: Problem, device: Device) -> Accuracy | str:
     """Errors against float64 on the problem's own form, at lengths that a reference can be computed for.
 
+    Problems that have such a case in common share its errors.
+
     Returns:
-        The errors, or the reason why the executable refuses.
+        The errors, or the reason why the system refuses.
     """
-    return accuracy(executable, accuracy_cases(problem)[0], device)
+    return _error(system, accuracy_cases(problem)[0], device)
+
+
+@functools.lru_cache(maxsize=256)
+def _error(system: System, case: Case, device: Device) -> Accuracy | str:
+    return accuracy(executable_of(system, case.problem, device), case, device)
 
 
 def model_of(system: System, problem: Problem) -> Traffic | None:
@@ -135,7 +188,15 @@ def _of_order(space: SearchSpace, order: str, recorded: list[Variant]) -> Varian
         if variant.structure["loop_order"] == order:
             return variant
     if space.family is Family.TORCH_TILED:
-        default = space.default()
-        return space.variant({**default.structure, **default.config, "loop_order": order})
+        return space.variant({**_large_tiles(space), "loop_order": order})
     scores = {variant: score for variant, score in space.scores().items() if variant.structure["loop_order"] == order}
     return max(scores, key=scores.__getitem__) if scores else None
+
+
+def _large_tiles(space: SearchSpace) -> dict[str, Choice]:
+    """The default's tiles in plain torch, larger where there would be thousands: each is a dozen launches."""
+    choices: dict[str, Choice] = {}
+    for name, bucket, most in (("block_m", space.cell.q_bucket, 32), ("block_n", space.cell.k_bucket, 16)):
+        largest = max(value for knob in space.knobs if knob.name == name for value in knob.values)
+        choices[name] = max(space.default().config.number(name), min(2**bucket // most, largest))
+    return choices

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,9 +9,10 @@ from typing import Any
 import pytest
 
 from autoflash.cli import bench_grid, bench_systems
-from autoflash.cli.application import main
+from autoflash.cli.application import FAILED, main
 from autoflash.evaluate import systems
-from autoflash.problem import Pass
+from autoflash.problem import Mask, Pass
+from tests import counters
 from tests.cli.conftest import Filled
 from tests.factories import make_device
 
@@ -38,8 +40,12 @@ def test_systems_are_compared_and_written(op: Pass, run_json: Callable[..., Any]
     assert rows["standard attention"]["kept_bytes"] == (0 if op is Pass.FORWARD else matrix)
     assert rows["standard attention"]["traffic"]["total_bytes"] >= 4 * matrix
     assert rows["SDPA flash"]["traffic"] is None
+    assert all(row["dram_read_bytes"] is None for row in rows.values())
     (written,) = tmp_path.glob("systems-*.json")
     assert json.loads(written.read_text()) == report
+    tables = written.with_suffix(".md").read_text()
+    assert f"| {op.value} | full | 64 | SDPA flash | - |" in tables
+    assert "ncu" not in tables
 
 
 def test_a_table_names_every_system(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,6 +54,7 @@ def test_a_table_names_every_system(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "S64 D64" in text
     assert "HBM bytes (model)" in text
+    assert "DRAM bytes (ncu)" not in text
     assert [line.split("  ")[0] for line in text.splitlines() if line.startswith(("standard", "Rabe", "SDPA"))] == [
         *ON_A_CPU,
         *ON_A_CPU,
@@ -101,6 +108,86 @@ def test_what_standard_attention_is_not_written_for_is_said(run_json: Callable[.
     assert second["gate"] <= 1.0
 
 
+def test_a_call_that_takes_long_is_not_timed(run_json: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(systems, "peak_and_seconds", lambda call, device: (4096, 7.25))
+    report = run_json(*SMALL, "--pass", "forward")
+
+    for row in report["problems"][0]["systems"]:
+        assert (row["reason"], row["median_us"], row["peak_bytes"]) == ("a call takes 7.2 s: not timed", None, 4096)
+        assert row["gate"] <= 1.0
+
+
+@pytest.fixture
+def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Put an ncu in front of the PATH."""
+
+    def install(before: str) -> None:
+        counters.install(tmp_path / "bin", before=before)
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+
+    return install
+
+
+# All that is asked for was done, in no time.
+_DONE = """
+reply = json.dumps({"reason": "", "stopped": False}) + "\\n"
+last = json.dumps({"reason": "it does not fit", "stopped": False}) + "\\n"
+Path(counted[-1]).write_text(4 * reply + last)
+counted[1:3] = ["-c", ""]
+"""
+
+
+def test_counted_bytes_stand_beside_those_of_the_model(
+    on_path: Callable[[str], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    on_path(_DONE)
+
+    assert main([*SMALL, "--pass", "forward", "--dram", "--out", str(tmp_path), "--device", "cpu"]) == 0
+
+    text = capsys.readouterr().out
+    (file,) = tmp_path.glob("systems-*.json")
+    report = json.loads(file.read_text())
+    rows = {row["system"]: row for row in report["problems"][0]["systems"]}
+    assert report["command"] == "autoflash bench --systems --dram"
+    # The second of the two ranges of a call drives out what the first has written.
+    assert (rows["Rabe-Staats"]["dram_read_bytes"], rows["Rabe-Staats"]["dram_write_bytes"]) == (3000, 2 + 3)
+    assert (rows["SDPA math"]["dram_read_bytes"], rows["SDPA math"]["dram_reason"]) == (None, "it does not fit")
+    assert "DRAM bytes (ncu)" in text
+    assert "2.93 KiB" in text
+    assert "it does not fit" in text
+    tables = file.with_suffix(".md").read_text()
+    assert "`autoflash bench --systems --dram` remakes it" in tables
+    assert f"| forward | full | 64 | SDPA flash | - / {(7000 + 6 + 7) / 1024:.2f} KiB |" in tables
+
+
+def test_times_are_kept_where_nothing_can_be_counted(
+    on_path: Callable[[str], None], run_json: Callable[..., Any]
+) -> None:
+    on_path('log.write_text("==ERROR== ERR_NVGPUCTRPERM - no permission"); sys.exit(1)')
+
+    report = run_json(*SMALL, "--pass", "forward", "--dram", code=FAILED)
+
+    assert all(row["median_us"] > 0 and row["dram_read_bytes"] is None for row in report["problems"][0]["systems"])
+
+
+def test_without_ncu_nothing_is_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    assert main([*SMALL, "--dram", "--device", "cpu"]) == FAILED
+
+    captured = capsys.readouterr()
+    assert "ncu is not on the PATH" in captured.err
+    assert captured.out == ""
+
+
+def test_counts_are_of_systems(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--dram", "--device", "cpu"]) == 2
+
+    assert "--dram counts for --systems" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", [["--exhaustive"], ["--overhead"], ["--readme", __file__]])
 def test_it_is_a_run_of_its_own(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, *option, "--device", "cpu"]) == 2
@@ -117,4 +204,5 @@ def test_the_grid_is_smaller_than_that_of_speeds(arch: str, quick: bool) -> None
     grid = bench_systems.default_grid(full, device, quick=quick)
 
     assert 0 < len(list(grid.problems())) <= len(list(full.problems()))
+    assert {problem.mask for problem in grid.problems()} == {Mask.FULL}
     assert len({problem.seqlen_q for problem in grid.problems()}) == {"cpu": 1, "sm_90": 2 if quick else 3}[arch]

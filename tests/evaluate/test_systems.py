@@ -57,6 +57,17 @@ def test_a_recorded_variant_stands_for_its_order() -> None:
     assert found["FlashAttention-1"].structure["loop_order"] == "key_outer"
 
 
+@pytest.mark.parametrize(
+    ("seqlen", "blocks"), [(1024, (128, 256)), (4096, (128, 256)), (16384, (512, 1024)), (131072, (2048, 2048))]
+)
+def test_long_sequences_have_large_tiles_in_plain_torch(seqlen: int, blocks: tuple[int, int]) -> None:
+    found = systems(cell_of(PROBLEM.replace(seqlen_q=seqlen, seqlen_k=seqlen), A100), A100)
+
+    portable = [system.variant for system in found if system.variant.family is Family.TORCH_TILED]
+    assert [variant.structure["loop_order"] for variant in portable] == ["query_outer", "key_outer"]
+    assert {(variant.config["block_m"], variant.config["block_n"]) for variant in portable} == {blocks}
+
+
 def test_torchs_backends_are_not_asked_for_features() -> None:
     found = systems(make_cell(features=(Feature.SOFTCAP,)), A100)
 

@@ -1,0 +1,94 @@
+"""The figure of ``autoflash bench --systems``: bytes of main memory by sequence length, of the model and counted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COMMAND = "autoflash bench --systems"
+"""What a results file says that made it, before options."""
+
+_PANEL_INCHES = (3.6, 3.0)
+# Room for the legend, which stands beside the panels.
+_LEGEND_INCHES = 2.2
+# Of Okabe and Ito, as in other figures; the palest is the last.
+_COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#CC79A7", "#F0E442")
+_GREY = "#999999"
+_GIB = 2**30
+
+Panel = tuple[str, str, int]
+"""Pass, mask and head dimension."""
+Lines = tuple[dict[int, int], dict[int, int]]
+"""Bytes by sequence length: of the model, and counted ones where there are some."""
+
+
+def panels_of(problems: list[dict[str, Any]]) -> dict[Panel, dict[str, Lines]]:
+    """What is drawn: the systems whose algorithm is known, by name."""
+    panels: dict[Panel, dict[str, Lines]] = {}
+    for one in problems:
+        problem = one["problem"]
+        lines = panels.setdefault((problem["pass"], problem["mask"], problem["head_dim"]), {})
+        for row in one["systems"]:
+            if row["traffic"] is None:
+                continue
+            modelled, counted = lines.setdefault(row["system"], ({}, {}))
+            modelled[problem["seqlen_q"]] = row["traffic"]["total_bytes"]
+            if row["dram_read_bytes"] is not None:
+                counted[problem["seqlen_q"]] = row["dram_read_bytes"] + row["dram_write_bytes"]
+    return panels
+
+
+def draw(panels: Mapping[Panel, Mapping[str, Lines]], title: str) -> Figure:
+    """Small multiples: passes and masks down, head dimensions across.
+
+    A line with points is counted, a dashed one of the model.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    down = list(dict.fromkeys((op, mask) for op, mask, _ in panels))
+    across = sorted({head_dim for _, _, head_dim in panels})
+    names = dict.fromkeys(itertools.chain.from_iterable(panels.values()))
+    colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
+    width, height = _PANEL_INCHES
+    size = width * len(across) + _LEGEND_INCHES, height * len(down) + 0.4
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(len(down), len(across), squeeze=False, sharex=True, sharey="row")
+    for (i, (op, mask)), (j, head_dim) in itertools.product(enumerate(down), enumerate(across)):
+        axes = grid[i][j]
+        _draw_panel(axes, panels.get((op, mask, head_dim), {}), colours)
+        axes.set_title(f"{op}, {mask}, D = {head_dim}", fontsize=9)
+        axes.tick_params(labelsize=8)
+    for axes in grid[-1]:
+        axes.set_xlabel("sequence length", fontsize=8)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("main memory, GiB", fontsize=8)
+    handles = [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
+    if any(counted for lines in panels.values() for _, counted in lines.values()):
+        handles.append(Line2D([], [], color=_GREY, marker="o", markersize=3, label="counted by ncu"))
+    handles.append(Line2D([], [], color=_GREY, linestyle="--", label="IO model"))
+    figure.legend(handles=handles, loc="outside right upper", fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _draw_panel(axes: Axes, lines: Mapping[str, Lines], colours: Mapping[str, str]) -> None:
+    for name, (modelled, counted) in lines.items():
+        for points, marker, style in ((modelled, "", "--"), (counted, "o", "-")):
+            if points:
+                xs, ys = zip(*sorted(points.items()), strict=True)
+                sizes = [y / _GIB for y in ys]
+                axes.plot(xs, sizes, color=colours[name], marker=marker, markersize=3, linestyle=style)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    lengths = sorted({length for modelled, _ in lines.values() for length in modelled})
+    axes.set_xticks(lengths, [str(length) for length in lengths], minor=False)
+    axes.grid(visible=True, alpha=0.3)
