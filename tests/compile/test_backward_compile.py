@@ -300,6 +300,17 @@ def test_heads_of_576_fit_with_small_tiles(arch: str, loop_order: str) -> None:
     assert outcome.status is Status.CORRECT, outcome.detail
 
 
+@pytest.mark.parametrize("function", ["backward_keys", "backward_queries"])
+@pytest.mark.parametrize("features", ["bias bias_gradient", "float_mask", "dropout", "alibi"])
+def test_what_is_read_for_each_pair_leaves_the_matrix_products_asynchronous(features: str, function: str) -> None:
+    fields = {name: value for feature in features.split() for name, value in FEATURES[feature].items()}
+    variant = make_variant("split", "tma", tiles=(64, 64, 64, 64))
+    problem = _regular(64, Mask.FULL, seqlen_q=1024, seqlen_k=1024, dtype=DType.BF16).replace(**fields)
+    compiled = _compiled(problem, variant, function)
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert "C75" not in assembler_says(compiled.asm["ptx"])
+
+
 def test_a_feature_leaves_the_matrix_products_asynchronous() -> None:
     variant = make_variant("fused", "tma", tiles=(64, 64, 64, 64))
     problem = _regular(128, Mask.CAUSAL).replace(window_left=1024)
