@@ -99,6 +99,9 @@ def _measure_in(
     found = worker.call(_measure, _TIMEOUT_S, problem, variant, device, selection.cases, selection.is_bare)
     if isinstance(found, Failure):
         return Row(problem=problem, variant=variant, reason=found.detail, has_raised=True)
+    if found.has_raised:
+        # An illegal access leaves the process without a device: the next kernel begins in another.
+        worker.restart()
     return found
 
 

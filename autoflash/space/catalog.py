@@ -192,6 +192,12 @@ def _query_outer(choices: Mapping[str, Choice]) -> bool:
     return choices["loop_order"] == "query_outer"
 
 
+def _holds_p_for_later(choices: Mapping[str, Choice]) -> bool:
+    # With vectors in two tiles, `verify --all` found wrong outputs and illegal accesses on an H200 (Triton 3.6, D = 80,
+    # bf16, one stage), where the interpreter is right. Why is not known.
+    return _query_outer(choices) and choices.get("head_dim_tiles") != "split"
+
+
 def _pv_follows(choices: Mapping[str, Choice]) -> bool:
     return choices["loop_order"] == "query_outer" and choices["pv_order"] == "after_softmax"
 
@@ -292,7 +298,7 @@ def _forward_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:
             part=structure,
             values=("after_softmax", "under_next_softmax"),
             default="after_softmax",
-            applies=_query_outer,
+            applies=_holds_p_for_later,
         ),
         *_softmax_knobs(cell, device),
         Knob(
@@ -366,7 +372,7 @@ def _batch_order(cell: Cell, applies: Callable[[Mapping[str, Choice]], bool] = a
 
 
 def _query_program_loads_ahead(choices: Mapping[str, Choice]) -> bool:
-    return choices["num_stages2"] == 2
+    return choices.get("num_stages2") == 2
 
 
 def _term_knobs(cell: Cell) -> tuple[Knob, ...]:

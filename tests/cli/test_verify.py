@@ -8,10 +8,11 @@ import pytest
 
 from autoflash.cli.application import INTERRUPTED, main
 from autoflash.cli.verify_kernels import Selection, covering, kernels, structures
+from autoflash.cli.verify_table import Row
 from autoflash.device import Device
 from autoflash.dispatch.buckets import cell_of
 from autoflash.evaluate.worker import Failure, Worker
-from autoflash.problem import DType, Form, Mask, Pass
+from autoflash.problem import DType, Form, Mask, Pass, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.executable import Executable
 from autoflash.space import catalog
@@ -234,6 +235,21 @@ def test_a_kernel_that_takes_its_process_with_it_is_a_row_of_all(
     assert main(["verify", "--device", "cpu", *QUICK, "--feature", "full", "--jobs", "1"]) == 1
 
     assert "killed by SIGSEGV" in capsys.readouterr().out
+
+
+def test_after_a_kernel_that_raised_the_next_begins_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def raising(self: Worker, function: object, timeout_s: float, problem: Problem, variant: Variant, *_: object) -> Row:
+        asked.append("kernel")
+        return Row(problem=problem, variant=variant, reason="an illegal memory access", has_raised=True)
+
+    monkeypatch.setattr(Worker, "call", raising)
+    monkeypatch.setattr(Worker, "restart", lambda self: asked.append("new process"))
+
+    main(["verify", "--device", "cpu", *QUICK, "--feature", "full", "--feature", "causal", "--jobs", "1"])
+
+    assert asked[:4] == ["kernel", "new process"] * 2
 
 
 def test_an_interrupted_run_shows_and_writes_what_it_has(

@@ -4,10 +4,13 @@ import math
 
 import pytest
 
+from autoflash.problem import Feature, Pass
 from autoflash.search.sampler import Feedback, Sampler
+from autoflash.space import catalog
 from autoflash.space.knob import Knob, Part, split
 from autoflash.trial import Status
 from autoflash.variant import Family, Variant
+from tests.factories import make_cell, make_device
 
 _KNOBS = (
     Knob(name="loads", part=Part.STRUCTURE, values=("pointer", "tma"), default="pointer"),
@@ -183,3 +186,21 @@ def test_variants_without_a_knob_that_came_later_are_learned_from_and_neighbour_
     assert sampler.outside == 0
     assert sampler._steps(plain, other) == 1
     assert _run(sampler, 1) == [other]
+
+
+def test_every_variant_of_a_space_whose_knobs_depend_on_others_can_be_told() -> None:
+    cell = make_cell(op=Pass.BACKWARD, features=(Feature.BIAS, Feature.BIAS_GRADIENT))
+    space = catalog.search_space(cell, make_device("sm_90"), Family.TRITON)
+    alone = space.variant({"loop_order": "key_outer"})
+    sampler = Sampler(
+        family=Family.TRITON, knobs=space.knobs, scores={alone: 0.0, space.default(): 1.0}, first=(), budget=4, seed=0
+    )
+
+    sampler.warm(alone, _correct_at(10.0))
+    sampler.warm(space.default(), _correct_at(20.0))
+
+    assert sampler.counted == 2
+
+
+def _correct_at(median_us: float) -> Feedback:
+    return Feedback(status=Status.CORRECT, median_us=median_us)

@@ -332,6 +332,16 @@ def test_kernels_that_walk_over_lists_mask_as_their_blocks_stand_and_take_tiles_
             assert (variant.structure["pv_order"], variant.structure["mask_loops"]) == ("after_softmax", "branch")
 
 
+def test_a_forward_in_two_tiles_does_not_work_ahead() -> None:
+    variants = catalog.search_space(make_cell(head_dim=80), _H200, Family.TRITON).variants()
+
+    orders: dict[str, set[object]] = {"padded": set(), "split": set()}
+    for variant in variants:
+        orders[str(variant.structure.get("head_dim_tiles", "padded"))].add(variant.structure["pv_order"])
+
+    assert orders == {"padded": {"after_softmax", "under_next_softmax"}, "split": {"after_softmax"}}
+
+
 def test_what_does_not_walk_over_lists_says_so() -> None:
     cell = make_cell(head_dim=128, features=(Feature.BLOCK_MASK,))
 
