@@ -8,11 +8,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-import os
 from collections.abc import Callable, Sequence
 from ctypes import byref, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
+
+from autoflash import paths
 
 _LIBRARY = "libcuda.so.1"
 
@@ -224,7 +225,7 @@ class Libcuda:
 @functools.cache
 def libcuda() -> Libcuda | None:
     """The driver of this machine; None, said once, where it cannot be used or ``AUTOFLASH_LAUNCHER=triton``."""
-    if os.environ.get("AUTOFLASH_LAUNCHER", "native") == "triton":
+    if paths.launcher() == "triton":
         return None
     try:
         return Libcuda(ctypes.CDLL(_LIBRARY))
