@@ -127,7 +127,15 @@ def attention(
         NoKernelError: (a RuntimeError) where no kernel may run, as an unloaded one in a CUDA-graph capture.
     """
     is_featured = not (
-        window is mask is softcap is alibi_slopes is bias is sinks is score_mod is mask_mod is score_params is None
+        window is None
+        and mask is None
+        and softcap is None
+        and alibi_slopes is None
+        and bias is None
+        and sinks is None
+        and score_mod is None
+        and mask_mod is None
+        and score_params is None
         and block_mask is None
         and dropout_p == 0.0
     )

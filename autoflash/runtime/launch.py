@@ -389,7 +389,7 @@ class Recent(Generic[_Key, _Value]):
         if found is None:
             found = self._make(key)
             while len(self._made) >= MAX_TENSOR_MAPS:
-                self._made.pop(next(iter(list(self._made))), None)  # type: ignore[call-overload]  # None for none
+                self._made.pop(next(iter(list(self._made))), None)
         self._made[key] = found
         return found
 
