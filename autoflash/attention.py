@@ -38,7 +38,7 @@ from autoflash.ops import CALLS, Transformable, call_key, call_key_of
 from autoflash.runtime.block_mask import BlockMask, beside_blocks
 from autoflash.runtime.executable import NO_EXTRAS, SINGLE, Extras
 
-_PREPARED = CALLS.prepared
+_PREPARED, _LANES = CALLS.prepared, CALLS.lanes
 _PLAIN = frozenset((Tensor, Parameter))
 
 # Read on every call: each costs a tenth of a microsecond here, several times that through torch's public wrappers.
@@ -126,11 +126,20 @@ def attention(
         UnsupportedError: (a NotImplementedError) for an argument that is not built yet, by name.
         NoKernelError: (a RuntimeError) where no kernel may run, as an unloaded one in a CUDA-graph capture.
     """
-    is_plain = window is None and mask is None and softcap is None and dropout_p == 0.0
-    is_plain = is_plain and alibi_slopes is None and bias is None and sinks is None
-    is_plain = is_plain and score_mod is None and mask_mod is None and score_params is None
-    is_plain = is_plain and block_mask is None
-    if not is_plain or _is_autocast_on() or _is_special(query, key, value):
+    is_featured = not (
+        window is None
+        and mask is None
+        and softcap is None
+        and alibi_slopes is None
+        and bias is None
+        and sinks is None
+        and score_mod is None
+        and mask_mod is None
+        and score_params is None
+        and block_mask is None
+        and dropout_p == 0.0
+    )
+    if is_featured or _is_autocast_on() or _is_special(query, key, value):
         return _in_full(
             query,
             key,
@@ -156,9 +165,21 @@ def attention(
     training = _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
     if deterministic is None:
         deterministic = _is_deterministic()
-    tf32 = query.dtype is torch.float32 and wants_tf32(query)
-    call = call_key(query, key, value, causal, scale, layout, return_lse, deterministic, vendor, training, tf32)
-    known = _PREPARED.get(call)
+    how = (causal, scale, layout, return_lse, deterministic, vendor, training)
+    known = None
+    is_aligned = not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
+    if is_aligned:
+        for fits, prepared in _LANES.get(how, ()):
+            if fits(query, key, value):
+                known = prepared
+                break
+    if known is None:
+        tf32 = query.dtype is torch.float32 and wants_tf32(query)
+        call = call_key(query, key, value, *how, tf32)
+        known = _PREPARED.get(call)
+        if known is not None and is_aligned and query.dtype is not torch.float32:
+            # Of float32, the key holds a setting of torch's that may change.
+            CALLS.count(how, known, query, key, value)
     if known is None:
         check_layout(layout)
         check_tensors(query, key, value, layout)

@@ -80,6 +80,11 @@ def vendor_policy() -> str:
     return os.environ.get("AUTOFLASH_VENDOR", "allow")
 
 
+def launcher() -> str:
+    """What launches kernels on NVIDIA GPUs (``AUTOFLASH_LAUNCHER``): native, which is autoflash itself, or triton."""
+    return os.environ.get("AUTOFLASH_LAUNCHER", "native")
+
+
 def log_level() -> str:
     """Level of the ``autoflash`` logger (``AUTOFLASH_LOG``)."""
     return os.environ.get("AUTOFLASH_LOG", "WARNING").upper()

@@ -24,7 +24,7 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _private_files(tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No test reads or writes the home of the person who runs it, or heeds their settings."""
-    for name in ("AUTOFLASH_TABLE", "AUTOFLASH_VENDOR", "AUTOFLASH_LOG"):
+    for name in ("AUTOFLASH_TABLE", "AUTOFLASH_VENDOR", "AUTOFLASH_LOG", "AUTOFLASH_LAUNCHER"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AUTOFLASH_DB", str(tmp_path / "autoflash" / "tuning.sqlite"))
     monkeypatch.setenv("AUTOFLASH_CACHE_DIR", str(cache_folder))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -287,6 +287,70 @@ def test_a_new_alignment_is_prepared_anew(kernels: FakeKernels) -> None:
     autoflash.attention(aligned, shifted, aligned, vendor="never")
 
     assert len(CALLS.prepared) == 3
+
+
+def frequent() -> tuple[Tensor, Tensor, Tensor]:
+    """Tensors whose call has a lane."""
+    storage = torch.randn(3, 2, 4, 8, 16, dtype=torch.bfloat16)
+    q, k, v = storage.unbind()
+    for _ in range(20):
+        autoflash.attention(q, k, v, vendor="never")
+    assert [len(lanes) for lanes in CALLS.lanes.values()] == [1]
+    return q, k, v
+
+
+def test_a_frequent_call_is_told_apart_without_its_key(kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = frequent()
+    expected = autoflash.attention(q, k, v, vendor="never")
+    monkeypatch.delattr(sys.modules["autoflash.attention"], "call_key")
+
+    again = autoflash.attention(q.clone(), k.clone(), v.clone(), vendor="never")
+
+    torch.testing.assert_close(again, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x[:, :, :5].clone(),
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: x.half(),
+        lambda x: torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape),
+    ],
+    ids=["shape", "strides", "dtype", "alignment"],
+)
+def test_other_tensors_than_those_of_a_frequent_call_are_prepared_anew(
+    kernels: FakeKernels, change: Callable[[Tensor], Tensor]
+) -> None:
+    given = [change(x) for x in frequent()]
+
+    out = autoflash.attention(*given, vendor="never")
+
+    assert len(CALLS.prepared) == 2
+    torch.testing.assert_close(out, reference.attention(*given).to(out.dtype), rtol=1.6e-2, atol=1e-2)
+
+
+def test_a_frequent_call_still_records_gradients_and_heeds_its_arguments(kernels: FakeKernels) -> None:
+    q, k, v = frequent()
+
+    autoflash.attention(q.requires_grad_(), k, v, vendor="never").sum().backward()
+    causal = autoflash.attention(q.detach(), k, v, causal=True, vendor="never")
+
+    assert q.grad is not None
+    expected = reference.attention(q.detach(), k, v, causal=True).to(causal.dtype)
+    torch.testing.assert_close(causal, expected, rtol=1.6e-2, atol=1e-2)
+
+
+def test_forgotten_calls_have_no_lanes(kernels: FakeKernels) -> None:
+    frequent()
+
+    CALLS.reset()
+
+    assert not CALLS.lanes
+
+
+def test_installed_torch_compares_tensors_for_us() -> None:
+    assert autoflash.calls._guards is not None  # type: ignore[attr-defined]  # a module
 
 
 def test_a_known_shape_is_prepared_once(kernels: FakeKernels) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from datetime import datetime, timezone
 from pathlib import Path
@@ -54,7 +55,12 @@ README_END = "<!-- benchmark table: end -->"
 )
 @click.option("--blocks", "by_blocks", is_flag=True, help="Times by the share of blocks that a block mask shows.")
 @click.option("--exhaustive", is_flag=True, help="Sweep every variant of one cell, and judge the recorded winner.")
-@click.option("--overhead", "host", is_flag=True, help="Host time of a small call against torch SDPA.")
+@click.option(
+    "--overhead",
+    "host",
+    is_flag=True,
+    help="Host time of a small call, and of one with its gradients, against torch SDPA.",
+)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Folder to write results to, as JSON.")
 @click.option("--readme", type=click.Path(exists=True, path_type=Path), help="File to put the table into.")
 def command(
@@ -351,21 +357,23 @@ def _print_sweep(cell: str, family: Family, tier: str, found: Sweep) -> None:
 
 def _overhead(common: Common, device: Device) -> None:
     q, k, v = overhead.small_inputs(device)
-    generated, dispatched, torch_us = overhead.host_us(
-        [
-            lambda: autoflash.attention(q, k, v, vendor="never"),
-            lambda: autoflash.attention(q, k, v),
-            lambda: overhead.sdpa(q, k, v),
-        ],
-        device,
-    )
+    attends: dict[str, overhead.Attend] = {
+        'autoflash.attention(vendor="never")': lambda q, k, v: autoflash.attention(q, k, v, vendor="never"),
+        "autoflash.attention()": autoflash.attention,
+        "torch SDPA": overhead.sdpa,
+    }
+    forward = overhead.host_us([functools.partial(attend, q, k, v) for attend in attends.values()], device)
+    steps = [overhead.step_of(attend, q, k, v) for attend in attends.values()]
+    step = overhead.host_us(steps, device, training=True)
     if common.json:
-        print_json({"generated_us": generated, "allow_us": dispatched, "sdpa_us": torch_us})
+        names = ("generated", "allow", "sdpa")
+        times = {f"{name}_us": us for name, us in zip(names, forward, strict=True)}
+        print_json(times | {f"{name}_step_us": us for name, us in zip(names, step, strict=True)})
         return
     rows = [
-        ['autoflash.attention(vendor="never")', number(generated), f"{generated / torch_us:.2f}"],
-        ["autoflash.attention()", number(dispatched), f"{dispatched / torch_us:.2f}"],
-        ["torch SDPA", number(torch_us), "1.00"],
+        [name, number(one), f"{one / forward[-1]:.2f}", number(both), f"{both / step[-1]:.2f}"]
+        for name, one, both in zip(attends, forward, step, strict=True)
     ]
-    columns = (Column(title="call"), Column(title="us", numeric=True), Column(title="to SDPA", numeric=True))
-    print_table(f"Host time of a forward call, B1 H2 S64 D64, on {device.name}", columns, rows)
+    titles = ("forward us", "to SDPA", "with gradients us", "to SDPA")
+    columns = (Column(title="call"), *(Column(title=title, numeric=True) for title in titles))
+    print_table(f"Host time of a call, B1 H2 S64 D64, on {device.name}", columns, rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,12 @@ from autoflash.device import Device, DeviceKind
 
 CALLS = 200
 """Calls in a row that one sample is averaged over; a GPU's queue holds more than that without blocking."""
+
+STEPS = 100
+"""Likewise of a forward and a backward pass, which launch about five kernels."""
+
+Attend = Callable[..., Any]
+"""Attention of q, k and v, which gives the output."""
 
 
 def small_inputs(device: Device) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,7 +38,24 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v)
 
 
-def host_us(calls: Sequence[Callable[[], object]], device: Device, *, rounds: int = 15) -> list[float]:
+def step_of(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
+    """A forward pass that autograd records, and the gradients of its three inputs."""
+    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+    dout = torch.randn_like(q)
+
+    def step() -> object:
+        return torch.autograd.grad(attend(*leaves), leaves, dout)
+
+    return step
+
+
+def host_us(
+    calls: Sequence[Callable[[], object]],
+    device: Device,
+    *,
+    rounds: int = 15,
+    training: bool = False,
+) -> list[float]:
     """Microseconds of host time per call, for each of several calls taken in turns.
 
     On a GPU the calls are queued without waiting for the device, which is idle at the start of each sample; so this
@@ -41,9 +65,11 @@ def host_us(calls: Sequence[Callable[[], object]], device: Device, *, rounds: in
         calls: What to time.
         device: Where they run.
         rounds: Samples of each call; the median is returned.
+        training: They are steps of :func:`step_of`; else autograd is off.
     """
+    count = STEPS if training else CALLS
     samples: list[list[float]] = [[] for _ in calls]
-    with torch.no_grad():
+    with torch.set_grad_enabled(training):
         for call in calls:
             for _ in range(20):
                 call()
@@ -51,9 +77,9 @@ def host_us(calls: Sequence[Callable[[], object]], device: Device, *, rounds: in
             for call, times in zip(calls, samples, strict=True):
                 _wait(device)
                 start = time.perf_counter()
-                for _ in range(CALLS):
+                for _ in range(count):
                     call()
-                times.append((time.perf_counter() - start) / CALLS * 1e6)
+                times.append((time.perf_counter() - start) / count * 1e6)
         _wait(device)
     return [statistics.median(times) for times in samples]
 

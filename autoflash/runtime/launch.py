@@ -1,5 +1,7 @@
 """Compile for a target, load on a device, launch. With ``interpreter.py``, all that touches Triton's internals.
 
+On NVIDIA GPUs ``native.py`` loads and launches what is compiled here; on others, and where it cannot, Triton does.
+
 A launch is described in three steps, each made once and used often:
 
 1. A :class:`KernelPlan` names the kernel of a rendered module, and says of which types its arguments are, what is
@@ -19,10 +21,10 @@ import re
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,10 +38,14 @@ MAX_PROGRAMS = 2**31 - 1
 """Programs of a one-dimensional grid."""
 
 MAX_TENSOR_MAPS = 256
-"""Encoded tensor maps that one tensor of one launch keeps; the least recently used go first."""
+"""Encoded tensor maps that one tensor of one launch keeps, and sets of addresses that it keeps the parameters for; the
+least recently used go first."""
 
 Constant = int | bool | str
 Number = int | float
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
 
 _TARGETS = {DeviceKind.CUDA: "cuda", DeviceKind.HIP: "hip"}
 
@@ -239,7 +245,37 @@ def load_kernel(module: ModuleType, plan: KernelPlan, device: Device) -> Kernel:
     if device.kind is DeviceKind.CPU:
         raise NoKernelError("Triton kernels do not run on a CPU, except in its interpreter (TRITON_INTERPRET=1)")
     with torch.cuda.device(device.index):
-        return _LoadedKernel(compile_kernel(module, plan, device), plan, device)
+        compiled = compile_kernel(module, plan, device)
+        if device.kind is DeviceKind.CUDA:
+            from autoflash.runtime.libcuda import libcuda
+            from autoflash.runtime.native import NativeKernel, is_plain
+
+            cuda = libcuda()
+            if cuda is not None and is_plain(compiled.metadata):
+                return NativeKernel(compiled, plan, device, cuda)
+        return _LoadedKernel(compiled, plan, device)
+
+
+def check_programs(programs: int) -> None:
+    """Refuse a grid that a launch cannot have.
+
+    Raises:
+        NoKernelError: for less than 1 or more than :data:`MAX_PROGRAMS` programs.
+    """
+    if not 0 < programs <= MAX_PROGRAMS:
+        raise NoKernelError(f"a launch has 1 to {MAX_PROGRAMS} programs, this one {programs}")
+
+
+def refuse_too_large(needed: int, limit: int, what: str) -> None:
+    """Refuse a kernel that needs more of something than there is.
+
+    Raises:
+        OutOfResources: Triton's.
+    """
+    from triton.runtime.errors import OutOfResources
+
+    if needed > limit:
+        raise OutOfResources(needed, limit, what)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +287,7 @@ class _LauncherSource:
 
 
 class _LoadedKernel:
-    """A kernel loaded on a GPU, with a launcher of its own.
+    """A kernel loaded on a GPU by Triton, with a launcher of its own.
 
     Triton's own launcher for descriptors encodes a tensor map for each of them at each call. Ours is made for the
     expanded signature (tensor map, sizes, strides), so that encoded maps can be passed again.
@@ -259,16 +295,13 @@ class _LoadedKernel:
 
     def __init__(self, compiled: Any, plan: KernelPlan, device: Device) -> None:
         from triton.runtime import driver
-        from triton.runtime.errors import OutOfResources
 
         metadata = compiled.metadata
-        if metadata.shared > device.shared_bytes:
-            raise OutOfResources(metadata.shared, device.shared_bytes, "shared memory")
+        refuse_too_large(metadata.shared, device.shared_bytes, "shared memory")
         _, function, registers, spills, max_threads = driver.active.utils.load_binary(
             compiled.name, compiled.kernel, metadata.shared, device.index
         )
-        if metadata.num_warps * device.warp_size > max_threads:
-            raise OutOfResources(metadata.num_warps * device.warp_size, max_threads, "threads")
+        refuse_too_large(metadata.num_warps * device.warp_size, max_threads, "threads")
         types: list[str] = []
         for argument in plan.tensors:
             rank = len(argument.block)
@@ -287,10 +320,11 @@ class _LoadedKernel:
         )
 
     def bind(self, layouts: Sequence[Layout | None], numbers: Sequence[Number], programs: int) -> Launch:
-        if not 0 < programs <= MAX_PROGRAMS:
-            raise NoKernelError(f"a launch has 1 to {MAX_PROGRAMS} programs, this one {programs}")
+        check_programs(programs)
         described = iter(self._descriptor_metadata)
-        maps = tuple(None if layout is None else _TensorMaps(layout, next(described)) for layout in layouts)
+        maps = tuple(
+            None if layout is None else Recent(_tensor_map_encoder(layout, next(described))) for layout in layouts
+        )
         start, fixed, function, index = *_start_of(self._run, self._packed_metadata), self._function, self._index
         scalars = tuple(numbers)
         current_device = torch._C._cuda_getDevice
@@ -327,40 +361,41 @@ def _start_of(launcher: Any, packed_metadata: object) -> tuple[Callable[..., Non
     return launcher.launch, (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None, *hooks)
 
 
-def _expanded(pointers: Sequence[int], maps: Sequence[_TensorMaps | None]) -> list[object]:
+def _expanded(pointers: Sequence[int], maps: Sequence[Recent[int, tuple[object, ...]] | None]) -> list[object]:
     """Addresses as a kernel is passed them: plain, or as tensor map, sizes and strides."""
     arguments: list[object] = []
     for pointer, tensor_maps in zip(pointers, maps, strict=True):
         if tensor_maps is None:
             arguments.append(pointer)
         else:
-            arguments += tensor_maps.expanded(pointer)
+            arguments += tensor_maps.of(pointer)
     return arguments
 
 
-class _TensorMaps:
-    """Encoded tensor maps of one tensor of one launch, by address: a bounded LRU.
+class Recent(Generic[_Key, _Value]):
+    """What was made of keys, such as the tensor map of an address: a bounded LRU.
 
-    Two threads may encode the same map twice; no lock is needed for that to be right.
+    Two threads may make the same thing twice; no lock is needed for that to be right.
     """
 
-    def __init__(self, layout: Layout, metadata: Mapping[str, Any]) -> None:
-        self._encode = _tensor_map_encoder(layout, metadata)
-        self._numbers = (*layout.shape, *layout.strides)
-        self._maps: dict[int, tuple[object, ...]] = {}
+    def __init__(self, make: Callable[[_Key], _Value]) -> None:
+        """Remember nothing yet."""
+        self._make = make
+        self._made: dict[_Key, _Value] = {}
 
-    def expanded(self, pointer: int) -> tuple[object, ...]:
-        """Tensor map, sizes and strides: what a kernel is passed for one descriptor."""
-        found = self._maps.pop(pointer, None)
+    def of(self, key: _Key) -> _Value:
+        """What was made of a key, or is now."""
+        found = self._made.pop(key, None)
         if found is None:
-            found = (self._encode(pointer), *self._numbers)
-            while len(self._maps) >= MAX_TENSOR_MAPS:
-                self._maps.pop(next(iter(list(self._maps))), None)
-        self._maps[pointer] = found
+            found = self._make(key)
+            while len(self._made) >= MAX_TENSOR_MAPS:
+                self._made.pop(next(iter(list(self._made))), None)
+        self._made[key] = found
         return found
 
 
-def _tensor_map_encoder(layout: Layout, metadata: Mapping[str, Any]) -> Callable[[int], object]:
+def _tensor_map_encoder(layout: Layout, metadata: Mapping[str, Any]) -> Callable[[int], tuple[object, ...]]:
+    """What makes tensor map, sizes and strides of an address: what a kernel is passed for one descriptor."""
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
     from triton.runtime import driver
 
@@ -373,8 +408,8 @@ def _tensor_map_encoder(layout: Layout, metadata: Mapping[str, Any]) -> Callable
     item_type = TMA_DTYPE_DEVICE_TO_HOST[metadata["elem_type"]]
     shape, strides = list(layout.shape), list(layout.strides)
 
-    def encoded(pointer: int) -> object:
-        return encode(pointer, swizzle, item_bytes, item_type, block, shape, strides, 0)
+    def encoded(pointer: int) -> tuple[object, ...]:
+        return encode(pointer, swizzle, item_bytes, item_type, block, shape, strides, 0), *shape, *strides
 
     return encoded
 

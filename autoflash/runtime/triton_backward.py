@@ -232,7 +232,11 @@ class _Call:
         self._dtype = TORCH_TYPES[problem.dtype]
         self._row_shape = row_shape(problem, executable.padded_rows(problem))
         self._accumulator_shape = executable.accumulator_shape(problem)
-        self._made = tuple((operands[name].shape, operands[name].strides) for name in ("dq", "dk", "dv"))
+        # What lies as its model does is asked of torch in the way that takes it the least time.
+        self._made = tuple(
+            None if (made.shape, made.strides) == (like.shape, like.strides) else (made.shape, made.strides)
+            for made, like in ((operands[f"d{name}"], operands[name]) for name in "qkv")
+        )
         self._without_dlse = executable.bind(problem, operands, scale, has_dlse=False)
         # The same kernels with another number: nothing is compiled.
         self._with_dlse = executable.bind(problem, operands, scale, has_dlse=True)
@@ -257,7 +261,7 @@ class _Call:
         if dq is not None or dk is not None or dv is not None:
             return self._into(q, k, v, out, lse, dout, dlse, (dq, dk, dv), extras, terms)
         call = self._for(mask_operands(self._problem, extras)) if self._has_mask else self
-        return call._run(q, k, v, out, lse, dout, dlse, self._made_gradients(q), extras, terms)
+        return call._run(q, k, v, out, lse, dout, dlse, self._made_gradients(q, k, v), extras, terms)
 
     def _for(self, operands: dict[str, Operand]) -> _Call:
         """The call for gradients, a mask or a bias that lie so: itself, unless it is bound to others."""
@@ -268,9 +272,12 @@ class _Call:
             self._elsewhere[key] = _Call(self._executable, self._problem, self._operands | operands, self._scale)
         return self._elsewhere[key]
 
-    def _made_gradients(self, q: Tensor) -> list[Tensor]:
+    def _made_gradients(self, *models: Tensor) -> list[Tensor]:
         return [
-            torch.empty_strided(shape, strides, dtype=self._dtype, device=q.device) for shape, strides in self._made
+            torch.empty_like(like)
+            if layout is None
+            else torch.empty_strided(*layout, dtype=self._dtype, device=like.device)
+            for like, layout in zip(models, self._made, strict=True)
         ]
 
     def _run(
@@ -338,7 +345,7 @@ class _Call:
         terms: TermGradients,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Write to given gradients where kernels can, else to fresh ones that are copied."""
-        gradients = self._made_gradients(q)
+        gradients = self._made_gradients(q, k, v)
         copies: list[tuple[Tensor, Tensor]] = []
         for index, target in enumerate(given):
             if target is None:

@@ -222,3 +222,14 @@ def test_host_time_is_printed_beside_that_of_torch(capsys: pytest.CaptureFixture
     text = capsys.readouterr().out
     assert "torch SDPA" in text
     assert 'autoflash.attention(vendor="never")' in text
+    assert "with gradients us" in text
+
+
+def test_host_times_of_both_are_written_as_json(run_json: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.overhead, "STEPS", 2)
+
+    times = run_json("bench", "--overhead")
+
+    names = {f"{name}{step}_us" for name in ("generated", "allow", "sdpa") for step in ("", "_step")}
+    assert set(times) == names
+    assert all(us > 0 for us in times.values())

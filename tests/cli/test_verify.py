@@ -240,7 +240,7 @@ def test_a_kernel_that_takes_its_process_with_it_is_a_row_of_all(
 def test_after_a_kernel_that_raised_the_next_begins_in_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def raising(self: Worker, function: object, timeout_s: float, problem: Problem, variant: Variant, *_: object) -> Row:
+    def raising(self: Worker, _: object, __: float, problem: Problem, variant: Variant, *___: object) -> Row:
         asked.append("kernel")
         return Row(problem=problem, variant=variant, reason="an illegal memory access", has_raised=True)
 
