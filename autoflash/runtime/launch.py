@@ -389,7 +389,8 @@ class Recent(Generic[_Key, _Value]):
         if found is None:
             found = self._make(key)
             while len(self._made) >= MAX_TENSOR_MAPS:
-                self._made.pop(next(iter(list(self._made))), None)
+                # Other threads may have taken the last ones out meanwhile, to put them back behind.
+                self._made.pop(next(iter(list(self._made)), key), None)
         self._made[key] = found
         return found
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import inspect
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -221,3 +222,18 @@ def test_metadata_of_a_descriptor_says_how_to_encode_it() -> None:
     for described in metadata.tensordesc_meta:
         assert {"swizzle", "elem_size", "elem_type", "block_size"} <= set(described)
     assert metadata._replace(tensordesc_meta=None).tensordesc_meta is None
+
+
+def test_what_is_remembered_may_be_taken_out_by_others_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Emptied(dict[int, int]):
+        """Another thread takes everything out as soon as one looks at what there is."""
+
+        def __iter__(self) -> Iterator[int]:
+            self.clear()
+            return iter(())
+
+    monkeypatch.setattr(launch, "MAX_TENSOR_MAPS", 2)
+    recent = launch.Recent(lambda key: 10 * key)
+    recent._made = Emptied({1: 10, 2: 20})
+
+    assert recent.of(3) == 30
