@@ -55,14 +55,14 @@ def make_variant(
     tiles: tuple[int, int, int, int] = (32, 32, 32, 32),
     warps: int = 4,
     stages: int = 2,
-    splits_heads: bool = False,
+    head_dim_tiles: str = "padded",
 ) -> Variant:
     """A backward variant; tiles are BLOCK_M, BLOCK_N, BLOCK_M2, BLOCK_N2, as far as the loop order has them."""
     structure = Choices(
         loop_order=loop_order, loads=loads, mask_loops=mask_loops, dot_order=dot_order, tile_order=tile_order
     )
-    if splits_heads:
-        structure = structure.replace(head_dim_tiles="split")
+    if head_dim_tiles != "padded":
+        structure = structure.replace(head_dim_tiles=head_dim_tiles)
     config = {"BLOCK_M": tiles[0], "BLOCK_N": tiles[1], "num_warps": warps, "num_stages": stages}
     if loop_order != "key_outer":
         config |= {"BLOCK_M2": tiles[2], "BLOCK_N2": tiles[3], "num_stages2": stages}
