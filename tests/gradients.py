@@ -55,15 +55,15 @@ def make_variant(
     tiles: tuple[int, int, int, int] = (32, 32, 32, 32),
     warps: int = 4,
     stages: int = 2,
-    splits_heads: bool = False,
+    head_dim_tiles: str = "padded",
     batch_order: str = "",
 ) -> Variant:
     """A backward variant; tiles are BLOCK_M, BLOCK_N, BLOCK_M2, BLOCK_N2, as far as the loop order has them."""
     structure = Choices(
         loop_order=loop_order, loads=loads, mask_loops=mask_loops, dot_order=dot_order, tile_order=tile_order
     )
-    if splits_heads:
-        structure = structure.replace(head_dim_tiles="split")
+    if head_dim_tiles != "padded":
+        structure = structure.replace(head_dim_tiles=head_dim_tiles)
     if batch_order:
         structure = structure.replace(batch_order=batch_order)
     config = {"BLOCK_M": tiles[0], "BLOCK_N": tiles[1], "num_warps": warps, "num_stages": stages}

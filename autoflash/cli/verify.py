@@ -101,7 +101,7 @@ def command(
             features=features or tuple(FORMS),
             dtypes=tuple(DType) if sizes.dtype is None else (sizes.dtype,),
             passes=(sizes.op,) if "op" in given else tuple(Pass),
-            head_dims=(sizes.head_dim,) if "head_dim" in given else HEAD_DIMS,
+            head_dims=((sizes.head_dim, sizes.head_dim),) if "head_dim" in given else HEAD_DIMS,
             cases=(case,) if case is not None else CASES[-1:] if quick else CASES,
             is_quick=quick,
             is_bare=bare,

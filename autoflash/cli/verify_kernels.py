@@ -12,8 +12,9 @@ from autoflash.space import catalog, knob
 from autoflash.space.catalog import SearchSpace
 from autoflash.variant import Choices, Family, Variant
 
-HEAD_DIMS = (64, 80, 256)
-"""The usual one, and those that structures are for which 64 has not: vectors in two tiles, and wide ones on Hopper."""
+HEAD_DIMS = ((64, 64), (80, 80), (256, 256), (192, 128), (128, 80))
+"""Of queries and values: the usual ones, and those that structures are for which 64 has not. Those are vectors in two
+tiles, wide ones on Hopper, and two tiles for the vectors of one side alone."""
 
 CASES = ("regular", "irregular")
 """The problems of a kernel: sequences that fill its blocks, and odd ones that fill none."""
@@ -78,10 +79,10 @@ class Selection:
         family: None: every one that runs here.
         features: Keys of :data:`FORMS`.
         dtypes, passes: At least one each.
-        head_dims: Of the problems. The first has every structure, the others those that the ones before had not, of
-            plain attention.
+        head_dims: Of queries and of values. The first have every structure, the others those that the ones before had
+            not, of plain attention.
         cases: Of :data:`CASES`, at least one.
-        is_quick: Only the default structure of each family, at the first head dimension.
+        is_quick: Only the default structure of each family, at the first head dimensions.
         is_bare: For sanitizers: tensors without margins, and without torch's kernels beside.
         jobs: Processes that share the device, in which a kernel may crash or hang; None for this one.
         budget_s: Seconds after which no kernel is begun; None for all of them.
@@ -91,7 +92,7 @@ class Selection:
     features: tuple[str, ...]
     dtypes: tuple[DType, ...]
     passes: tuple[Pass, ...]
-    head_dims: tuple[int, ...] = HEAD_DIMS
+    head_dims: tuple[tuple[int, int], ...] = HEAD_DIMS
     cases: tuple[str, ...] = CASES
     is_quick: bool = False
     is_bare: bool = False
@@ -102,9 +103,10 @@ class Selection:
 def has_every_combination(problem: Problem) -> bool:
     """Whether all combinations of choices are verified, and not only every choice.
 
-    They are of plain attention in bf16 and fp32. fp16 differs from bf16 in nothing that templates or spaces look at.
+    They are of plain attention with heads of one length in bf16 and fp32. fp16 differs from bf16 in nothing that
+    templates or spaces look at.
     """
-    return not problem.features and problem.dtype is not DType.FP16
+    return not problem.features and problem.dtype is not DType.FP16 and problem.head_dim == problem.head_dim_v
 
 
 def kernels(device: Device, selection: Selection) -> Iterator[tuple[Problem, Variant]]:
@@ -127,8 +129,8 @@ def _of_family(
     feature: str, op: Pass, dtype: DType, family: Family, device: Device, selection: Selection
 ) -> Iterator[tuple[Problem, Variant]]:
     chosen: list[Variant] = []
-    for head_dim in selection.head_dims:
-        problem = _problem(feature, op, dtype, head_dim)
+    for head_dims in selection.head_dims:
+        problem = _problem(feature, op, dtype, head_dims)
         space = catalog.search_space(cell_of(problem, device), device, family)
         if selection.is_quick:
             some = [space.default()]
@@ -188,12 +190,12 @@ def _nearest(space: SearchSpace, structure: Choices, configs: Iterator[Choices])
     )
 
 
-def _problem(feature: str, op: Pass, dtype: DType, head_dim: int) -> Problem:
+def _problem(feature: str, op: Pass, dtype: DType, head_dims: tuple[int, int]) -> Problem:
     return Problem(
         op=op,
         dtype=dtype,
-        head_dim=head_dim,
-        head_dim_v=head_dim,
+        head_dim=head_dims[0],
+        head_dim_v=head_dims[1],
         batch=1,
         heads=4,
         kv_heads=2,

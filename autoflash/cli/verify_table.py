@@ -52,8 +52,13 @@ class Row:
 
 
 def name(problem: Problem) -> str:
-    """Form, type and head dimension of a row."""
-    return f"{Form.of(problem)}/{problem.dtype.value}/d{problem.head_dim}"
+    """Form, type and head dimensions of a row."""
+    head_dims = _head_dims_text(problem.head_dim, problem.head_dim_v)
+    return f"{Form.of(problem)}/{problem.dtype.value}/d{head_dims}"
+
+
+def _head_dims_text(head_dim: int, head_dim_v: int) -> str:
+    return f"{head_dim}" if head_dim == head_dim_v else f"{head_dim}x{head_dim_v}"
 
 
 def _worst(results: Sequence[Accuracy]) -> Errors | None:
@@ -101,7 +106,7 @@ def _command(selection: Selection) -> str:
     words += [] if selection.features == tuple(FORMS) else [f"--feature {feature}" for feature in selection.features]
     words += [] if selection.dtypes == tuple(DType) else [f"--dtype {dtype.value}" for dtype in selection.dtypes]
     words += [] if selection.passes == tuple(Pass) else [f"--pass {op.value}" for op in selection.passes]
-    words += [] if selection.head_dims == HEAD_DIMS else [f"--head-dim {dim}" for dim in selection.head_dims]
+    words += [] if selection.head_dims == HEAD_DIMS else [f"--head-dim {dim}" for dim, _ in selection.head_dims]
     words += ["--quick"] if selection.is_quick else []
     usual = CASES[-1:] if selection.is_quick else CASES
     words += [] if selection.cases == usual else [f"--case {case}" for case in selection.cases]
@@ -111,14 +116,14 @@ def _command(selection: Selection) -> str:
 
 def _scope(selection: Selection) -> str:
     """What of each family there is in the table, in words."""
-    first, *others = selection.head_dims
+    first, *others = (_head_dims_text(*dims) for dims in selection.head_dims)
     problems = f"Problems: {', and '.join(_PROBLEMS[case] for case in selection.cases)}."
     if selection.is_quick:
         return f"Of each family the default structure, at {first} elements a head (d).\n{problems}"
-    also = f"; at {' and '.join(map(str, others))}, those that there are not at {first}" if others else ""
+    also = f"; at {', '.join(others)}, those that there are not before" if others else ""
     return (
         "Of plain attention (full and causal) in bf16 and fp32 every structure, that is every combination of choices;\n"
-        "in fp16, and with each feature, so many structures that every choice is in one of them.\n"
+        "in fp16, with values of another length, and with each feature, so many that every choice is in one of them.\n"
         f"Plain attention at {first} elements a head (d){also}; features at {first}.\n{problems}"
     )
 
@@ -146,6 +151,7 @@ def row_json(row: Row) -> dict[str, Json]:
         "form": str(Form.of(row.problem)),
         "dtype": row.problem.dtype.value,
         "head_dim": row.problem.head_dim,
+        "head_dim_v": row.problem.head_dim_v,
         "variant": row.variant.to_dict(),
     }
     content |= {"passed": not row.is_wrong if row.results or row.has_raised else None, "reason": row.reason}

@@ -16,8 +16,13 @@ from autoflash.errors import ExpressionError, RenderError
 from autoflash.problem import Form, Mask
 from autoflash.variant import Choices, Family
 
-# A knob that only some head dims have is set for one of them; the text is the same for all.
-_HEAD_DIMS = {"head_dim_tiles": 80, "consumer_owns": 256}
+# A choice that only some head dims have is made for one of them; the text is the same for all.
+_HEAD_DIMS = {
+    ("head_dim_tiles", "split"): "--head-dim 80",
+    ("head_dim_tiles", "split_qk"): "--head-dim 192 --head-dim-v 128",
+    ("head_dim_tiles", "split_v"): "--head-dim 128 --head-dim-v 80",
+    ("consumer_owns", "columns"): "--head-dim 256",
+}
 
 # Python's own tokenizer takes longer than all the rest of rendering. A # in a string is no comment.
 _STRING_OR_COMMENT = re.compile(r"""(?P<string>('{3}|"{3}|'|")(?:\\.|[^\\])*?\2)|#[^\n]*""", re.DOTALL)
@@ -105,7 +110,7 @@ def _command(form: Form, family: Family, structure: Choices) -> str:
     lines = {"score_mod": form.score_mod, "mask_mod": form.mask_mod}
     words += [f"--feature {feature.value}" for feature in form.features if feature.value not in lines]
     words += [f"--{name.replace('_', '-')} {shlex.quote(line)}" for name, line in lines.items() if line]
-    words += [f"--head-dim {head_dim}" for knob, head_dim in _HEAD_DIMS.items() if knob in structure]
+    words += [head_dims for (knob, choice), head_dims in _HEAD_DIMS.items() if structure.get(knob) == choice]
     return " ".join([*words, *(f"--set {setting}" for setting in str(structure).split())])
 
 

@@ -21,7 +21,7 @@ from autoflash.runtime.backward_sizes import (
 )
 from autoflash.runtime.launch import Constant, KernelPlan, Layout, Number, NumberArgument, TensorArgument
 from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, descriptor_layout, width_constants
-from autoflash.space.cost import column_blocks, splits_heads
+from autoflash.space.cost import Side, column_blocks, splits_heads
 from autoflash.variant import Choices, Variant
 
 _PLAIN_TENSORS = ("q", "k", "v", "out", "lse", "dout", "dlse", "log2_sum", "delta", "acc", "dq", "dk", "dv")
@@ -334,7 +334,7 @@ class _Planner:
         if not self._uses_tma:
             return [_Use(tensor=tensor, parameter=f"{tensor}_ptr")]
         whole = _Use(tensor=tensor, parameter=tensor + suffix, rows=rows)
-        if not splits_heads(self._structure):
+        if not splits_heads(self._structure, _side(tensor)):
             return [whole]
         return [whole, _Use(tensor=tensor, parameter=f"{tensor}{suffix}_rest", rows=rows, part=1)]
 
@@ -398,7 +398,7 @@ class _Planner:
                 continue
             dtype = self._problem.dtype.value
             if use.rows:
-                width = column_blocks(operand.shape[3], self._structure)[use.part]
+                width = column_blocks(operand.shape[3], self._structure, _side(use.tensor))[use.part]
                 tensors.append(TensorArgument(name=use.parameter, dtype=dtype, block=(1, 1, use.rows, width)))
                 layouts.append(descriptor_layout(operand.shape, operand.strides, item_bytes))
                 continue
@@ -427,3 +427,7 @@ class _Planner:
             numbers=tuple(value for _, value in passed),
             programs=programs,
         )
+
+
+def _side(tensor: str) -> Side:
+    return Side.V if tensor in ("v", "dout", "dv") else Side.QK

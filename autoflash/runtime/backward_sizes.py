@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from autoflash.problem import Problem
 from autoflash.runtime import param_gradients
-from autoflash.runtime.layouts import block_dim, slots
-from autoflash.space.cost import column_blocks
+from autoflash.runtime.layouts import block_dim, slots, width_constants
 from autoflash.variant import Variant
 
 # The kernels before and after move memory: a tile of 8192 elements keeps 4 warps busy and few registers.
@@ -77,7 +76,8 @@ def padding_rows(problem: Problem, variant: Variant) -> int:
 
 def term_rows(problem: Problem, variant: Variant) -> int:
     """Rows of each of the four tiles of vectors in a kernel of the gradient of a term: of so many bytes at most."""
-    widest = max(sum(column_blocks(width, variant.structure)) for width in (problem.head_dim, problem.head_dim_v))
+    widths = width_constants(problem, variant.structure)
+    widest = max(int(widths["BLOCK_D"]), int(widths["BLOCK_DV"]))
     rows = min(_TERM_ROWS, _TERM_BYTES // (widest * problem.dtype.itemsize))
     return max(16, 1 << (rows.bit_length() - 1))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autoflash.problem import DType, MaskTensor, Problem
 from autoflash.runtime.launch import Constant, Layout, Number, NumberArgument
-from autoflash.space.cost import column_blocks, padded, splits_heads
+from autoflash.space.cost import Side, column_blocks, padded, splits_heads
 from autoflash.variant import Choices
 
 TORCH_TYPES = {DType.FP16: torch.float16, DType.BF16: torch.bfloat16, DType.FP32: torch.float32}
@@ -152,9 +152,11 @@ def block_dim(head_dim: int, least: int = 16) -> int:
 
 def why_not_structure(problem: Problem, structure: Choices) -> str | None:
     """Why kernels of a structure cannot hold the vectors of a problem, or are not as exact as its type; None if fit."""
-    shortest = min(problem.head_dim, problem.head_dim_v)
-    if splits_heads(structure) and shortest <= 16:
-        return f"head_dim_tiles=split needs vectors of more than 16 elements, some have {shortest}"
+    dims = {Side.QK: problem.head_dim, Side.V: problem.head_dim_v}
+    shortest = min((dim for side, dim in dims.items() if splits_heads(structure, side)), default=None)
+    if shortest is not None and shortest <= 16:
+        tiles = structure["head_dim_tiles"]
+        return f"head_dim_tiles={tiles} needs vectors of more than 16 elements, some have {shortest}"
     if structure.get("exp2") == "polynomial" and problem.dtype is DType.FP32:
         return "exp2=polynomial is exact to 3e-6, which is for fp16 and bf16"
     return None
@@ -165,8 +167,8 @@ def width_constants(problem: Problem, structure: Choices) -> dict[str, Constant]
     return {
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": sum(column_blocks(problem.head_dim, structure)),
-        "BLOCK_DV": sum(column_blocks(problem.head_dim_v, structure)),
+        "BLOCK_D": sum(column_blocks(problem.head_dim, structure, Side.QK)),
+        "BLOCK_DV": sum(column_blocks(problem.head_dim_v, structure, Side.V)),
     }
 
 

@@ -31,14 +31,13 @@ from autoflash.runtime.layouts import (
 from autoflash.runtime.params import ParamOperand, as_kernels_read, has_params, param_operands, usual_params
 from autoflash.runtime.trivial import empty_forward
 from autoflash.runtime.workspace import Buffer, Workspace
-from autoflash.space.cost import column_blocks, splits_heads
+from autoflash.space.cost import Side, column_blocks, splits_heads
 from autoflash.variant import Variant
 
 _LOG2_E = math.log2(math.e)
 _TENSORS = ("q", "k", "v", "out")
 _ROWS = ("BLOCK_M", "BLOCK_N", "BLOCK_N", "BLOCK_M")
-# Vectors in two tiles have a descriptor for each.
-_PARTS = ("", "_rest")
+_SIDES = (Side.QK, Side.QK, Side.V, Side.V)
 
 _Operands = tuple[Operand, Operand, Operand, Operand]
 _Added = tuple[MaskOperand | None, MaskOperand | None]
@@ -73,11 +72,13 @@ def forward_plan(
     dtype = problem.dtype.value
     if variant.structure.text("loads") == "tma":
         widths = (problem.head_dim, problem.head_dim, problem.head_dim_v, problem.head_dim_v)
-        blocks = [column_blocks(width, variant.structure) for width in widths]
+        blocks = [column_blocks(width, variant.structure, side) for width, side in zip(widths, _SIDES, strict=True)]
+        # Vectors in two tiles have a descriptor for each.
         tensors = [
             TensorArgument(name=f"{name}{part}_desc", dtype=dtype, block=(1, 1, int(constants[rows]), columns[index]))
-            for index, part in enumerate(_PARTS[: len(blocks[0])])
+            for index, part in enumerate(("", "_rest"))
             for name, rows, columns in zip(_TENSORS, _ROWS, blocks, strict=True)
+            if index < len(columns)
         ]
         strides = []
     else:
@@ -211,7 +212,10 @@ class TritonForward(CompiledExecutable):
         """
         super().__init__(form, variant, device)
         self._uses_tma = variant.structure.text("loads") == "tma"
-        self._splits_descriptors = self._uses_tma and splits_heads(variant.structure)
+        # Tensors with a descriptor for each of two parts, by their places.
+        self._described_twice = tuple(
+            place for place, side in enumerate(_SIDES) if self._uses_tma and splits_heads(variant.structure, side)
+        )
         self._is_key_outer = variant.structure.text("loop_order") == "key_outer"
         self._block_m = variant.config.number("BLOCK_M")
 
@@ -281,8 +285,8 @@ class TritonForward(CompiledExecutable):
         numbers: tuple[int, ...],
     ) -> ForwardCall:
         run = self._bind(problem, operands, added, params, scale, numbers)
-        if self._splits_descriptors:
-            run = _described_twice(run)
+        if self._described_twice:
+            run = _described_twice(run, self._described_twice)
         planned = operands[3]
         shape, strides, dtype = planned.shape, planned.strides, TORCH_TYPES[problem.dtype]
         is_like_q = (shape, strides) == (operands[0].shape, operands[0].strides)
@@ -348,8 +352,8 @@ class TritonForward(CompiledExecutable):
             if self._uses_tma:
                 layout = descriptor_layout(operand.shape, operand.strides, problem.dtype.itemsize)
                 layouts[index] = layout
-                if self._splits_descriptors:
-                    layouts[len(operands) + index] = layout
+                if index in self._described_twice:
+                    layouts[len(operands) + self._described_twice.index(index)] = layout
             else:
                 first, last = 1 if problem.is_varlen else 0, 3 if _are_dense(operands) else 4
                 numbers += operand.kernel_strides()[first:last]
@@ -394,11 +398,12 @@ class TritonForward(CompiledExecutable):
         return problem.batch * problem.heads * -(-problem.seqlen_q // self._block_m)
 
 
-def _described_twice(run: Launch) -> Launch:
-    """The launch of a kernel with a descriptor for each of two parts of a tensor, given every tensor once."""
+def _described_twice(run: Launch, places: Sequence[int]) -> Launch:
+    """The launch of a kernel with a descriptor for each of two parts of some tensors, given every tensor once."""
+    count = len(_TENSORS)
 
     def launch(*tensors: Tensor) -> None:
-        run(*tensors[: len(_TENSORS)], *tensors)
+        run(*tensors[:count], *(tensors[place] for place in places), *tensors[count:])
 
     return launch
 

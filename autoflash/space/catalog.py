@@ -195,7 +195,7 @@ def _query_outer(choices: Mapping[str, Choice]) -> bool:
 def _holds_p_for_later(choices: Mapping[str, Choice]) -> bool:
     # With vectors in two tiles, `verify --all` found wrong outputs and illegal accesses on an H200 (Triton 3.6, D = 80,
     # bf16, one stage), where the interpreter is right. Why is not known.
-    return _query_outer(choices) and choices.get("head_dim_tiles") != "split"
+    return _query_outer(choices) and choices.get("head_dim_tiles", "padded") == "padded"
 
 
 def _pv_follows(choices: Mapping[str, Choice]) -> bool:
@@ -258,16 +258,19 @@ def _stages(device: Device) -> tuple[int, ...]:
 
 def _head_dim_tiles(cell: Cell) -> tuple[Knob, ...]:
     """The knob of vectors in two tiles, where they take fewer columns so."""
+    in_parts = cost.tiling_in_parts(cell)
+    if in_parts is None:
+        return ()
     knob = Knob(
         name="head_dim_tiles",
         part=Part.STRUCTURE,
-        values=("padded", "split"),
+        values=("padded", in_parts),
         default="padded",
         # A forward with keys outside is there for comparison.
         applies=_query_outer if cell.op is Pass.FORWARD else always,
         came_later=True,
     )
-    return (knob,) if cost.gains_from_parts(cell) else ()
+    return (knob,)
 
 
 def _softmax_knobs(cell: Cell, device: Device) -> tuple[Knob, ...]:

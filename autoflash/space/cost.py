@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
 
 from autoflash.device import Device, DeviceKind
@@ -87,14 +88,21 @@ def padded(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def splits_heads(structure: Choices) -> bool:
-    """Whether kernels of a structure hold vectors in two tiles; one that holds them in one does not say so."""
-    return structure.get("head_dim_tiles") == "split"
+class Side(str, Enum):
+    """Vectors of one length: queries, keys and their gradients; or values, outputs and theirs."""
+
+    QK = "qk"
+    V = "v"
 
 
-def column_blocks(head_dim: int, structure: Choices) -> tuple[int, ...]:
+def splits_heads(structure: Choices, side: Side) -> bool:
+    """Whether kernels of a structure hold vectors in two tiles; one that holds all in one does not say so."""
+    return structure.get("head_dim_tiles") in ("split", f"split_{side.value}")
+
+
+def column_blocks(head_dim: int, structure: Choices, side: Side) -> tuple[int, ...]:
     """Columns of the one or two tiles that hold vectors of this length; the first of two is full."""
-    return _parts(head_dim) if splits_heads(structure) else (padded(head_dim),)
+    return _parts(head_dim) if splits_heads(structure, side) else (padded(head_dim),)
 
 
 def in_parts(head_dim: int) -> int:
@@ -108,14 +116,19 @@ def _parts(head_dim: int) -> tuple[int, int]:
     return first, padded(head_dim - first)
 
 
-def gains_from_parts(cell: Cell) -> bool:
-    """Whether vectors take fewer columns in two tiles than in one, those of values too."""
-    return all(in_parts(dim) < padded(dim) for dim in (cell.head_dim, cell.head_dim_v))
+def tiling_in_parts(cell: Cell) -> str | None:
+    """What ``head_dim_tiles`` is where all vectors that take fewer columns in two tiles are in two; None if none do."""
+    gain, gain_v = (in_parts(dim) < padded(dim) for dim in (cell.head_dim, cell.head_dim_v))
+    if gain and gain_v:
+        return "split"
+    return "split_qk" if gain else "split_v" if gain_v else None
 
 
-def columns(variant: Variant, head_dim: int) -> int:
-    """Columns of the tiles that hold vectors of a head dimension."""
-    return in_parts(head_dim) if splits_heads(variant.structure) else padded(head_dim)
+def columns(variant: Variant, cell: Cell) -> tuple[int, int]:
+    """Columns of the tiles that hold queries and keys, and of those of values and outputs."""
+    structure = variant.structure
+    of_qk = column_blocks(cell.head_dim, structure, Side.QK)
+    return sum(of_qk), sum(column_blocks(cell.head_dim_v, structure, Side.V))
 
 
 def tiles(variant: Variant, cell: Cell) -> tuple[Tile, ...]:
@@ -123,7 +136,7 @@ def tiles(variant: Variant, cell: Cell) -> tuple[Tile, ...]:
     if variant.family is not Family.TRITON:
         return ()
     config, structure = variant.config, variant.structure
-    width, width_v = columns(variant, cell.head_dim), columns(variant, cell.head_dim_v)
+    width, width_v = columns(variant, cell)
     queries, keys = 2**cell.q_bucket, 2**cell.k_bucket
     block_m, block_n = config.number("BLOCK_M"), config.number("BLOCK_N")
     pair_bytes = mask_bytes(cell)
@@ -200,14 +213,15 @@ def most_shared_bytes(variant: Variant, cell: Cell, device: Device) -> int:
     transposed; on CDNA operands pass through shared memory one after the other, on their way to registers.
     """
     itemsize = cell.dtype.itemsize
-    widest = columns(variant, max(cell.head_dim, cell.head_dim_v))
+    width, width_v = columns(variant, cell)
+    widest = max(width, width_v)
     most = 0
     for tile in tiles(variant, cell):
         if device.kind is DeviceKind.HIP:
             alone = max(tile.rows, tile.step) * widest * itemsize
             most = max(most, alone + tile.mask_bytes * tile.rows * tile.step)
         else:
-            twice = columns(variant, cell.head_dim_v) * tile.step * itemsize if tile.accumulators == 2 else 0
+            twice = width_v * tile.step * itemsize if tile.accumulators == 2 else 0
             most = max(most, tile.shared_bytes(itemsize) + twice + _ROW_STATISTICS_BYTES)
     return most
 
@@ -232,9 +246,8 @@ def score(variant: Variant, cell: Cell, device: Device, resources: Resources | N
     # TMA loads are about 10 % faster than pointers forward, 3 % backward (measured on sm_90).
     bonus = (0.25 if cell.op is Pass.FORWARD else 0.15) if variant.structure.get("loads") == "tma" else 0.0
     bonus += softmax.score(variant.structure)
-    if splits_heads(variant.structure):
-        # Half of the matrix work that is saved, since each part has loads and issues of its own; not measured.
-        bonus += 0.5 * math.log2(padded(cell.head_dim) / in_parts(cell.head_dim))
+    # Half of the matrix work that parts save, since each has loads and issues of its own; not measured.
+    bonus += 0.5 * math.log2((padded(cell.head_dim) + padded(cell.head_dim_v)) / sum(columns(variant, cell)))
     if cell.op is Pass.BACKWARD:
         # One launch overlaps the tail of one kind of program with the other; atomics take one program per
         # multiprocessor and wait on each other. Forward key-outer writes its state to memory in every step.

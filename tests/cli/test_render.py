@@ -88,15 +88,19 @@ def test_vendor_kernels_have_no_source(capsys: pytest.CaptureFixture[str]) -> No
     assert "no source" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("head_dims", "tiles"), [(("160", "160"), "split"), (("96", "32"), "split_qk"), (("16", "40"), "split_v")]
+)
 def test_the_command_in_the_header_of_a_kernel_for_split_heads_prints_that_kernel(
-    capsys: pytest.CaptureFixture[str],
+    head_dims: tuple[str, str], tiles: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--device", "sm_90", "--family", "triton", "--head-dim", "160", "--set", "head_dim_tiles=split"]
+    arguments = ["--device", "sm_90", "--family", "triton", "--head-dim", head_dims[0], "--head-dim-v", head_dims[1]]
+    arguments += ["--set", f"head_dim_tiles={tiles}"]
     assert main(["render", *arguments]) == 0
     text = capsys.readouterr().out
     line = next(line for line in text.splitlines() if line.startswith("# Regenerate: "))
 
     assert main([*shlex.split(line.partition("autoflash ")[2]), "--device", "sm_90"]) == 0
 
-    assert "head_dim_tiles=split" in line
+    assert line.endswith(f"head_dim_tiles={tiles}") or f"head_dim_tiles={tiles} " in line
     assert capsys.readouterr().out == text

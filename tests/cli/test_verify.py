@@ -367,3 +367,16 @@ def test_no_form_is_verified_twice_by_two_names() -> None:
 
     assert len({(Form.of(problem), variant) for problem, variant in chosen}) == len(chosen)
     assert len({Form.of(problem) for problem, _ in chosen}) == 3 + 6
+
+
+@pytest.mark.parametrize("op", Pass)
+def test_two_tiles_on_one_side_are_verified_at_head_dimensions_that_have_them(op: Pass) -> None:
+    selection = Selection(family=Family.TRITON, features=("full",), dtypes=(DType.FP32,), passes=(op,))
+
+    found = {
+        (problem.head_dim, problem.head_dim_v): variant.structure["head_dim_tiles"]
+        for problem, variant in kernels(make_device("sm_90"), selection)
+        if "head_dim_tiles" in variant.structure
+    }
+
+    assert found == {(80, 80): "split", (192, 128): "split_qk", (128, 80): "split_v"}

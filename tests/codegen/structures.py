@@ -60,20 +60,24 @@ def form_of(op: Pass, mask: Mask, features: tuple[Feature, ...] = ()) -> Form:
     )
 
 
-HEAD_DIMS = {"head_dim_tiles": 80, "consumer_owns": 256}
+HEAD_DIMS = {"head_dim_tiles": (80, 80), "consumer_owns": (256, 256)}
 """Choices of some head dimensions only, each with one of these. 80 takes fewer columns in two tiles than in one."""
+
+ONE_SIDED = ((192, 128), (128, 80))
+"""Head dimensions of which only that of queries and keys, or of values, takes fewer columns in two tiles."""
 
 LATER = {"rescale", "exp2"}
 """Choices beside a default that is left out."""
 
 
-def structures(family: Family, form: Form, head_dim: int = 64) -> list[Choices]:
+def structures(family: Family, form: Form, head_dims: tuple[int, int] = (64, 64)) -> list[Choices]:
     """All structures of a family for a form, in a fixed order, each once."""
     cell = make_cell(
         op=form.op,
         mask=form.mask,
         features=form.features,
-        head_dim=head_dim,
+        head_dim=head_dims[0],
+        head_dim_v=head_dims[1],
         score_mod=form.score_mod,
         mask_mod=form.mask_mod,
     )
@@ -88,7 +92,13 @@ def structures(family: Family, form: Form, head_dim: int = 64) -> list[Choices]:
 
 def rare_structures(family: Family, form: Form) -> list[Choices]:
     """Those that only some head dimensions have."""
-    return [one for knob, head_dim in HEAD_DIMS.items() for one in structures(family, form, head_dim) if knob in one]
+    return [one for knob, dims in HEAD_DIMS.items() for one in structures(family, form, dims) if knob in one]
+
+
+def one_sided_structures(family: Family, form: Form) -> list[Choices]:
+    """Of those with two tiles on one side, the one with the first of all other choices, and that with the last."""
+    every = [[one for one in structures(family, form, dims) if "head_dim_tiles" in one] for dims in ONE_SIDED]
+    return [one for each in every if each for one in (each[0], each[-1])]
 
 
 def spread(all_of_them: list[Choices]) -> list[Choices]:
@@ -103,6 +113,12 @@ def spread(all_of_them: list[Choices]) -> list[Choices]:
     return chosen
 
 
+def few_structures(family: Family, form: Form) -> list[Choices]:
+    """A spread of all of them, and of those that only some head dimensions have."""
+    rare = spread(rare_structures(family, form)) + one_sided_structures(family, form)
+    return spread(structures(family, form)) + rare
+
+
 def cases() -> Iterator[tuple[Form, Family, Choices]]:
     """Every family and structure in both masks; a spread with features, later choices and rare head dimensions."""
     for family in FAMILIES:
@@ -110,7 +126,8 @@ def cases() -> Iterator[tuple[Form, Family, Choices]]:
             form = Form(op=op, mask=mask)
             first = [one for one in structures(family, form) if not LATER & set(one)]
             later = [one for one in structures(family, form) if LATER & set(one)]
-            for structure in first + spread(later) + spread(rare_structures(family, form)):
+            rare = spread(rare_structures(family, form)) + one_sided_structures(family, form)
+            for structure in first + spread(later) + rare:
                 yield form, family, structure
         for op, (number, features) in itertools.product(Pass, enumerate(COMBINATIONS)):
             if family not in families(op, make_device(FAMILIES[family]), features):
@@ -118,10 +135,10 @@ def cases() -> Iterator[tuple[Form, Family, Choices]]:
             # Packed sequences have an order of tiles for each mask; masks take turns over the other features.
             for mask in Mask if features == (Feature.VARLEN,) else [list(Mask)[number % 2]]:
                 form = form_of(op, mask, features)
-                for structure in spread(structures(family, form)) + spread(rare_structures(family, form)):
+                for structure in few_structures(family, form):
                     yield form, family, structure
     features = (Feature.SCORE_MOD, Feature.PARAMS_GRADIENT)
     form = Form(op=Pass.BACKWARD, mask=Mask.CAUSAL, features=features, score_mod=LOOK_UPS)
     for family in (Family.TRITON, Family.TORCH_TILED):
-        for structure in spread(structures(family, form)) + spread(rare_structures(family, form)):
+        for structure in few_structures(family, form):
             yield form, family, structure

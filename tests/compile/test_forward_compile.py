@@ -68,6 +68,30 @@ def test_vectors_in_two_tiles_take_no_more_than_padded_ones(arch: str, loads: st
         assert after.spill_bytes <= before.spill_bytes
 
 
+@pytest.mark.parametrize(
+    ("arch", "loads", "pv_order"),
+    [
+        ("sm_80", "pointer", "after_softmax"),
+        ("sm_90", "pointer", "under_next_softmax"),
+        ("sm_90", "tma", "after_softmax"),
+    ],
+)
+def test_queries_and_keys_of_192_take_less_memory_in_two_tiles_beside_values_of_128(
+    arch: str, loads: str, pv_order: str
+) -> None:
+    problem, device = make_problem(head_dim=192, head_dim_v=128, mask=Mask.CAUSAL, **RAGGED), make_device(arch)
+    padded = make_variant(loads=loads, pv_order=pv_order, **CONFIG)
+    split = make_variant(loads=loads, pv_order=pv_order, head_dim_tiles="split_qk", **CONFIG)
+
+    before, after = (compile_variant(problem, variant, device).resources for variant in (padded, split))
+
+    assert before is not None
+    assert after is not None
+    assert after.shared_bytes < before.shared_bytes
+    if triton_version() == "3.6":
+        assert after.spill_bytes <= before.spill_bytes
+
+
 SOFTMAX = {
     "conditional": {"rescale": "conditional"},
     "polynomial": {"exp2": "polynomial"},
@@ -152,12 +176,13 @@ def test_a_quarter_of_the_exponentials_is_left_to_no_special_function_unit(
         ({**UNDER, "tile_order": "heads_first"}, CONFIG, {"head_dim": 128, **RAGGED}),
         ({}, CONFIG, {"head_dim": 80, **RAGGED}),
         ({"head_dim_tiles": "split"}, CONFIG, {"head_dim": 96, **RAGGED}),
+        ({"head_dim_tiles": "split_v"}, CONFIG, {"head_dim": 128, "head_dim_v": 80, **RAGGED}),
         ({}, {**CONFIG, "BLOCK_M": 32, "BLOCK_N": 32}, {"dtype": DType.FP32, **EVEN}),
         ({}, CONFIG, {"dtype": DType.FP32, "tf32": True, **EVEN}),
         ({"loop_order": "key_outer"}, CONFIG, {"mask": Mask.CAUSAL, **RAGGED}),
         ({}, {**CONFIG, "BLOCK_N": 32}, {"head_dim": 256, "dtype": DType.FP16, **EVEN}),
     ],
-    ids=["branch", "under", "d80", "d96_split", "fp32", "tf32", "key_outer", "d256"],
+    ids=["branch", "under", "d80", "d96_split", "d128_80_split_v", "fp32", "tf32", "key_outer", "d256"],
 )
 def test_spread_compiles_everywhere(
     arch: str, structure: dict[str, str], config: dict[str, int], sizes: dict[str, object]

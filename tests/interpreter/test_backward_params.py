@@ -109,7 +109,7 @@ def test_terms_have_gradients_beside_an_expression(loop_order: str, combination:
 
 def test_heads_in_two_tiles() -> None:
     problem = problem_of(EXPRESSIONS["relative"][0], dtype=DType.BF16, head_dim=40, seqlen_q=70)
-    assert_inside_the_gate(make_variant("split", splits_heads=True), case_of("", problem))
+    assert_inside_the_gate(make_variant("split", head_dim_tiles="split"), case_of("", problem))
 
 
 def gradients_of(

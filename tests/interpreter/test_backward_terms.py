@@ -140,10 +140,22 @@ def test_the_gradient_of_a_bias_of_each_pair_is_whole(loop_order: str, combinati
     assert_inside_the_gate(variant, case_of(combination, problem, bias=form))
 
 
-@pytest.mark.parametrize("own", ["bhmn", "bn", "hm"])
-def test_the_gradient_of_a_bias_of_heads_in_two_tiles(own: str) -> None:
-    problem = backward_problem(dtype=DType.BF16, head_dim=40, seqlen_q=33, seqlen_k=64, heads=2, kv_heads=1)
-    variant = make_variant("split", splits_heads=True)
+@pytest.mark.parametrize(
+    ("own", "loads", "head_dim_tiles", "head_dims"),
+    [
+        *((own, "pointer", "split", (40, 40)) for own in ("bhmn", "bn", "hm")),
+        ("bn", "tma", "split_qk", (40, 32)),
+        ("hm", "tma", "split_v", (32, 40)),
+    ],
+)
+def test_the_gradient_of_a_bias_of_heads_in_two_tiles(
+    own: str, loads: str, head_dim_tiles: str, head_dims: tuple[int, int]
+) -> None:
+    head_dim, head_dim_v = head_dims
+    problem = backward_problem(
+        dtype=DType.BF16, head_dim=head_dim, head_dim_v=head_dim_v, seqlen_q=33, seqlen_k=64, heads=2, kv_heads=1
+    )
+    variant = make_variant("split", loads, head_dim_tiles=head_dim_tiles)
     assert_inside_the_gate(variant, case_of("bias_gradient softcap", problem, bias=BiasForm(own=own)))
 
 

@@ -29,9 +29,12 @@ LOOP_ORDERS = test_backward_features.LOOP_ORDERS
 FORWARD = test_forward_features.STRUCTURES
 
 
-def make_forward(structure: str, **choices: int | str) -> Variant:
-    choices = {"BLOCK_M": 16, "BLOCK_N": 16, **FORWARD[structure], **choices}
-    return make_variant(head_dim_tiles="split", **choices)
+ONE_SIDED = {"split_qk": (40, 32), "split_v": (32, 72)}
+"""Only the vectors of one side take fewer columns in two tiles: of queries and keys, or of values and outputs."""
+
+
+def make_forward(structure: str, head_dim_tiles: str = "split") -> Variant:
+    return make_variant(head_dim_tiles=head_dim_tiles, **{"BLOCK_M": 16, "BLOCK_N": 16, **FORWARD[structure]})
 
 
 @pytest.mark.parametrize("mask", list(Mask))
@@ -60,6 +63,48 @@ def test_forward_of_values_of_another_length(head_dims: tuple[int, int]) -> None
     )
 
     test_forward.assert_attention(make_forward("under"), problem)
+
+
+@pytest.mark.parametrize("dtype", [DType.FP32, DType.FP16])
+@pytest.mark.parametrize("structure", FORWARD)
+@pytest.mark.parametrize("head_dim_tiles", ONE_SIDED)
+def test_forward_with_two_tiles_on_one_side(head_dim_tiles: str, structure: str, dtype: DType) -> None:
+    head_dim, head_dim_v = ONE_SIDED[head_dim_tiles]
+    problem = make_problem(
+        dtype=dtype,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        heads=2,
+        kv_heads=1,
+        seqlen_q=17,
+        seqlen_k=35,
+        mask=Mask.CAUSAL,
+    )
+
+    test_forward.assert_attention(make_forward(structure, head_dim_tiles), problem, scale=-0.2)
+
+
+@pytest.mark.parametrize("dtype", [DType.FP32, DType.FP16])
+@pytest.mark.parametrize("structure", ["plain", "everything"])
+def test_forward_of_192_and_128(structure: str, dtype: DType) -> None:
+    problem = make_problem(dtype=dtype, head_dim=192, head_dim_v=128, heads=1, seqlen_q=20, seqlen_k=32)
+
+    test_forward.assert_attention(make_forward(structure, "split_qk"), problem)
+
+
+@pytest.mark.parametrize("structure", ["branch", "everything"])
+@pytest.mark.parametrize("head_dim_tiles", ONE_SIDED)
+def test_forward_with_features_and_two_tiles_on_one_side(head_dim_tiles: str, structure: str) -> None:
+    head_dim, head_dim_v = ONE_SIDED[head_dim_tiles]
+    problem = test_forward_features.dense(
+        dtype=test_forward_features.DTYPES[structure],
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        mask=Mask.CAUSAL,
+        **test_forward_features.FEATURES["softcap+terms+float_mask+window+sinks+dropout"],
+    )
+
+    test_forward_features.assert_passes_the_gate(make_forward(structure, head_dim_tiles), problem)
 
 
 @pytest.mark.parametrize("features", test_forward_features.FEATURES)
@@ -135,7 +180,7 @@ def test_backward_matches_the_specification(loop_order: str, loads: str, head_di
         loads,
         dot_order="textbook" if mask is Mask.FULL else "scores_first",
         tiles=(16, 32, 32, 16),
-        splits_heads=True,
+        head_dim_tiles="split",
     )
     inputs = gradients.make_inputs(problem)
 
@@ -147,9 +192,56 @@ def test_backward_matches_the_specification(loop_order: str, loads: str, head_di
 def test_backward_of_whole_tiles_in_every_type(loop_order: str, dtype: DType) -> None:
     problem = backward_problem(dtype=dtype, head_dim=80, head_dim_v=40, heads=1, seqlen_q=32, seqlen_k=32)
     inputs = gradients.make_inputs(problem, scale=-0.2)
-    variant = gradients.make_variant(loop_order, splits_heads=True)
+    variant = gradients.make_variant(loop_order, head_dim_tiles="split")
 
     gradients.assert_gradients(gradients.run(variant, problem, inputs, CPU, scale=-0.2), problem, inputs, scale=-0.2)
+
+
+@pytest.mark.parametrize("dtype", [DType.FP32, DType.FP16])
+@pytest.mark.parametrize("loads", ["pointer", "tma"])
+@pytest.mark.parametrize("loop_order", LOOP_ORDERS)
+@pytest.mark.parametrize("head_dim_tiles", ONE_SIDED)
+def test_backward_with_two_tiles_on_one_side(head_dim_tiles: str, loop_order: str, loads: str, dtype: DType) -> None:
+    head_dim, head_dim_v = ONE_SIDED[head_dim_tiles]
+    problem = backward_problem(
+        dtype=dtype,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        heads=2,
+        kv_heads=1,
+        seqlen_q=20,
+        seqlen_k=35,
+        mask=Mask.CAUSAL,
+    )
+    dot_order = "textbook" if loads == "tma" else "scores_first"
+    tiles = (16, 32, 32, 16)
+    variant = gradients.make_variant(loop_order, loads, dot_order=dot_order, tiles=tiles, head_dim_tiles=head_dim_tiles)
+    inputs = gradients.make_inputs(problem)
+
+    gradients.assert_gradients(gradients.run(variant, problem, inputs, CPU), problem, inputs)
+
+
+@pytest.mark.parametrize("dtype", [DType.FP32, DType.FP16])
+@pytest.mark.parametrize("loop_order", LOOP_ORDERS)
+def test_backward_of_192_and_128(loop_order: str, dtype: DType) -> None:
+    problem = backward_problem(dtype=dtype, head_dim=192, head_dim_v=128, heads=1, seqlen_q=20, seqlen_k=32)
+    inputs = gradients.make_inputs(problem)
+    variant = gradients.make_variant(loop_order, "tma", tiles=(16, 16, 16, 16), head_dim_tiles="split_qk")
+
+    gradients.assert_gradients(gradients.run(variant, problem, inputs, CPU), problem, inputs)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("loop_order", LOOP_ORDERS)
+@pytest.mark.parametrize("head_dim_tiles", ONE_SIDED)
+def test_backward_with_features_and_two_tiles_on_one_side(head_dim_tiles: str, loop_order: str) -> None:
+    head_dim, head_dim_v = ONE_SIDED[head_dim_tiles]
+    features = "softcap bool_mask window dropout"
+    problem, extras = test_backward_features.featured(features, Mask.CAUSAL, head_dim=head_dim, head_dim_v=head_dim_v)
+    inputs = gradients.make_inputs(problem, extras=extras)
+    variant = gradients.make_variant(loop_order, tiles=(16, 32, 32, 16), head_dim_tiles=head_dim_tiles)
+
+    gradients.assert_gradients(gradients.run(variant, problem, inputs, CPU), problem, inputs)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -158,7 +250,7 @@ def test_backward_of_whole_tiles_in_every_type(loop_order: str, dtype: DType) ->
 def test_backward_with_features_matches_the_specification(loop_order: str, combination: str) -> None:
     problem, extras = test_backward_features.featured(combination, Mask.CAUSAL, head_dim=40, head_dim_v=40)
     inputs = gradients.make_inputs(problem, extras=extras)
-    variant = gradients.make_variant(loop_order, tiles=(16, 32, 32, 16), splits_heads=True)
+    variant = gradients.make_variant(loop_order, tiles=(16, 32, 32, 16), head_dim_tiles="split")
 
     gradients.assert_gradients(gradients.run(variant, problem, inputs, CPU), problem, inputs)
 
@@ -168,7 +260,7 @@ def test_backward_with_features_matches_the_specification(loop_order: str, combi
 def test_backward_touches_nothing_beside_its_tensors(loop_order: str, loads: str) -> None:
     problem = backward_problem(dtype=DType.FP16, head_dim=72, heads=1, seqlen_q=21, seqlen_k=35)
     inputs = gradients.make_inputs(problem)
-    variant = gradients.make_variant(loop_order, loads, splits_heads=True)
+    variant = gradients.make_variant(loop_order, loads, head_dim_tiles="split")
     poisoned = inputs.replace(**{name: surrounded(getattr(inputs, name)) for name in ("q", "k", "v", "out", "dout")})
     buffer = torch.full((1, 1, 30, 80), 7.0, dtype=torch.float16)
 
@@ -185,7 +277,7 @@ def test_backward_takes_any_strides() -> None:
     inputs = gradients.make_inputs(problem)
     turned = inputs.replace(q=inputs.q.mT.contiguous().mT, dout=inputs.dout.mT.contiguous().mT)
 
-    got = gradients.run(gradients.make_variant("split", splits_heads=True), problem, turned, CPU)
+    got = gradients.run(gradients.make_variant("split", head_dim_tiles="split"), problem, turned, CPU)
 
     gradients.assert_gradients(got, problem, inputs)
 

@@ -8,7 +8,7 @@ import pytest
 from autoflash.device import CROSS_TARGETS, Device, DeviceKind
 from autoflash.problem import Cell, DType, Feature, Mask, Parallelism, Pass
 from autoflash.space import catalog, constraint, cost
-from autoflash.variant import Choices, Family, Variant
+from autoflash.variant import Choice, Choices, Family, Variant
 from tests.factories import make_cell, make_variant
 
 CPU = Device(kind=DeviceKind.CPU, name="cpu", arch="x86_64", multiprocessors=2, shared_bytes=0, warp_size=1)
@@ -413,13 +413,19 @@ def test_cells_of_other_features_do_not_share_a_space() -> None:
 
 @pytest.mark.parametrize("op", list(Pass))
 def test_heads_are_split_where_two_tiles_have_fewer_columns_than_one(op: Pass) -> None:
-    def offered(head_dim: int, head_dim_v: int) -> bool:
+    def offered(head_dim: int, head_dim_v: int) -> tuple[Choice, ...]:
         cell = make_cell(op=op, head_dim=head_dim, head_dim_v=head_dim_v)
-        return "head_dim_tiles" in {knob.name for knob in catalog.search_space(cell, _H200, Family.TRITON).knobs}
+        knobs = {knob.name: knob.values for knob in catalog.search_space(cell, _H200, Family.TRITON).knobs}
+        return knobs.get("head_dim_tiles", ())
 
-    assert [dim for dim in range(1, 257) if offered(dim, dim)] == [*range(33, 49), *range(65, 97), *range(129, 193)]
-    assert offered(80, 40)
-    assert not offered(192, 128)
+    dims = [*range(33, 49), *range(65, 97), *range(129, 193)]
+    assert [dim for dim in range(1, 257) if offered(dim, dim)] == dims
+    assert {offered(dim, dim) for dim in dims} == {("padded", "split")}
+    assert offered(80, 40) == ("padded", "split")
+    assert offered(192, 128) == offered(96, 64) == ("padded", "split_qk")
+    assert offered(128, 96) == offered(64, 80) == ("padded", "split_v")
+    assert offered(576, 512) == ("padded", "split_qk")
+    assert offered(128, 64) == ()
 
 
 @pytest.mark.parametrize("op", list(Pass))
@@ -446,6 +452,18 @@ def test_split_heads_take_the_memory_of_their_columns_and_rank_above_padded_ones
     assert cost.shared_bytes(space.variant({**at_64}), cell) == 81920
     assert cost.shared_bytes(space.variant({**at_64, "head_dim_tiles": "split"}), cell) == 51200
     assert padded == space.normalise(space.variant({**padded.structure, "head_dim_tiles": "padded", **padded.config}))
+    assert cost.score(split, cell, _H200) > cost.score(padded, cell, _H200)
+
+
+def test_one_side_in_two_tiles_takes_the_memory_of_its_columns_alone() -> None:
+    cell = make_cell(head_dim=192, head_dim_v=128)
+    space = catalog.search_space(cell, _H200, Family.TRITON)
+    padded = space.variant({"BLOCK_M": 64, "BLOCK_N": 32, "num_stages": 2})
+    split = space.variant({**padded.structure, **padded.config, "head_dim_tiles": "split_qk"})
+
+    # 64 columns less of Q, and of K in each of two stages.
+    assert cost.shared_bytes(padded, cell) - cost.shared_bytes(split, cell) == 64 * (64 + 2 * 32) * 2
+    assert space.why_not(split) is None
     assert cost.score(split, cell, _H200) > cost.score(padded, cell, _H200)
 
 
