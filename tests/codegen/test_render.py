@@ -119,6 +119,7 @@ def test_heads_in_other_tiles_than_a_template_knows_are_refused(
         (Family.TRITON, {"rescale": "seldom"}, "unknown rescale: seldom"),
         (Family.TRITON, {"exp2": "table"}, "unknown exp2: table"),
         (Family.TRITON, {"rescale": "conditional", "pv_order": "under_next_softmax"}, "rescales always"),
+        (Family.TRITON, {"head_dim_tiles": "split", "pv_order": "under_next_softmax"}, "vectors in one tile"),
         (Family.TRITON, {"rescale": "conditional", "loop_order": "key_outer"}, "rescales always"),
         (Family.TRITON, {"exp2": "polynomial", "loop_order": "key_outer"}, "exponentials of the hardware"),
         (Family.GLUON_SM90, {"rescale": "seldom"}, "unknown rescale: seldom"),
@@ -126,7 +127,7 @@ def test_heads_in_other_tiles_than_a_template_knows_are_refused(
         (Family.GLUON_SM90, {"rescale": "conditional"}, "exponentials=halves rescales always"),
     ],
 )
-def test_a_softmax_that_a_template_does_not_have_is_refused(
+def test_choices_that_a_template_does_not_have_together_are_refused(
     family: Family, changes: dict[str, str], reason: str
 ) -> None:
     structure = make_variant(family).structure.replace(**changes)

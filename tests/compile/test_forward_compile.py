@@ -50,12 +50,11 @@ def test_descriptors_compile_where_there_is_a_copy_engine(arch: str) -> None:
     assert_compiles(arch, {"loads": "tma"}, CONFIG, {"head_dim": 80, "mask": Mask.CAUSAL, **RAGGED})
 
 
-@pytest.mark.parametrize("pv_order", ["after_softmax", "under_next_softmax"])
 @pytest.mark.parametrize(("arch", "loads"), [("sm_80", "pointer"), ("sm_90", "tma"), ("gfx942", "pointer")])
-def test_vectors_in_two_tiles_take_no_more_than_padded_ones(arch: str, loads: str, pv_order: str) -> None:
+def test_vectors_in_two_tiles_take_no_more_than_padded_ones(arch: str, loads: str) -> None:
     problem, device = make_problem(head_dim=80, mask=Mask.CAUSAL, **RAGGED), make_device(arch)
-    padded = make_variant(loads=loads, pv_order=pv_order, **CONFIG)
-    split = make_variant(loads=loads, pv_order=pv_order, head_dim_tiles="split", **CONFIG)
+    padded = make_variant(loads=loads, **CONFIG)
+    split = make_variant(loads=loads, head_dim_tiles="split", **CONFIG)
 
     before, after = (compile_variant(problem, variant, device).resources for variant in (padded, split))
 
@@ -68,20 +67,11 @@ def test_vectors_in_two_tiles_take_no_more_than_padded_ones(arch: str, loads: st
         assert after.spill_bytes <= before.spill_bytes
 
 
-@pytest.mark.parametrize(
-    ("arch", "loads", "pv_order"),
-    [
-        ("sm_80", "pointer", "after_softmax"),
-        ("sm_90", "pointer", "under_next_softmax"),
-        ("sm_90", "tma", "after_softmax"),
-    ],
-)
-def test_queries_and_keys_of_192_take_less_memory_in_two_tiles_beside_values_of_128(
-    arch: str, loads: str, pv_order: str
-) -> None:
+@pytest.mark.parametrize(("arch", "loads"), [("sm_80", "pointer"), ("sm_90", "pointer"), ("sm_90", "tma")])
+def test_queries_and_keys_of_192_take_less_memory_in_two_tiles_beside_values_of_128(arch: str, loads: str) -> None:
     problem, device = make_problem(head_dim=192, head_dim_v=128, mask=Mask.CAUSAL, **RAGGED), make_device(arch)
-    padded = make_variant(loads=loads, pv_order=pv_order, **CONFIG)
-    split = make_variant(loads=loads, pv_order=pv_order, head_dim_tiles="split_qk", **CONFIG)
+    padded = make_variant(loads=loads, **CONFIG)
+    split = make_variant(loads=loads, head_dim_tiles="split_qk", **CONFIG)
 
     before, after = (compile_variant(problem, variant, device).resources for variant in (padded, split))
 

@@ -26,7 +26,12 @@ HEAD_DIMS = {40: DType.FP32, 72: DType.FP16, 80: DType.BF16, 96: DType.FP16}
 """The second tile is filled by half, by half, just so, and just so."""
 
 LOOP_ORDERS = test_backward_features.LOOP_ORDERS
-FORWARD = test_forward_features.STRUCTURES
+FORWARD = {
+    name: {**choices, "pv_order": "after_softmax"}
+    for name, choices in test_forward_features.STRUCTURES.items()
+    if name != "under"
+}
+"""Nothing works ahead with vectors in two tiles."""
 
 
 ONE_SIDED = {"split_qk": (40, 32), "split_v": (32, 72)}
@@ -62,7 +67,7 @@ def test_forward_of_values_of_another_length(head_dims: tuple[int, int]) -> None
         dtype=DType.FP32, head_dim=head_dims[0], head_dim_v=head_dims[1], heads=1, seqlen_q=9, seqlen_k=20
     )
 
-    test_forward.assert_attention(make_forward("under"), problem)
+    test_forward.assert_attention(make_forward("branch"), problem)
 
 
 @pytest.mark.parametrize("dtype", [DType.FP32, DType.FP16])
@@ -128,7 +133,7 @@ def test_forward_of_packed_sequences_matches_the_specification() -> None:
         lengths, (2, 3), dtype=DType.FP32, head_dim=80, head_dim_v=80, mask=Mask.CAUSAL, softcap=3.0
     )
 
-    for structure in ("plain", "under"):
+    for structure in ("plain", "branch"):
         test_forward_features.assert_passes_the_gate(make_forward(structure), problem, lengths=lengths)
 
 
