@@ -72,8 +72,8 @@ def test_vectors_in_two_tiles_take_no_more_than_padded_ones(arch: str, loads: st
     ("arch", "loads", "pv_order"),
     [
         ("sm_80", "pointer", "after_softmax"),
-        ("sm_90", "pointer", "under_next_softmax"),
-        ("sm_90", "tma", "after_softmax"),
+        ("sm_90", "pointer", "after_softmax"),
+        ("sm_90", "tma", "under_next_softmax"),
     ],
 )
 def test_queries_and_keys_of_192_take_less_memory_in_two_tiles_beside_values_of_128(
