@@ -308,7 +308,7 @@ def test_queries_and_keys_of_192_take_less_memory_in_two_tiles_beside_values_of_
     assert before is not None
     assert after is not None
     assert after.shared_bytes < before.shared_bytes
-    # For sm_80, ptxas spills by the hundreds of bytes what it does not where K is in one tile.
+    # For sm_80 it spills, by kilobytes, where one tile does not.
     if IS_COUNTED_RELEASE and arch == "sm_90":
         assert after.spill_bytes == 0
 
