@@ -81,8 +81,8 @@ def vendor_policy() -> str:
 
 
 def launcher() -> str:
-    """What launches kernels on NVIDIA GPUs (``AUTOFLASH_LAUNCHER``): native, which is autoflash itself, or triton."""
-    return os.environ.get("AUTOFLASH_LAUNCHER", "native")
+    """What launches kernels on NVIDIA GPUs (``AUTOFLASH_LAUNCHER``): triton, or native, which is autoflash itself."""
+    return os.environ.get("AUTOFLASH_LAUNCHER", "triton")
 
 
 def log_level() -> str:

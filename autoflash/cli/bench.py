@@ -132,7 +132,11 @@ def command(
         changes["masks"] = (Mask.CAUSAL if causal else Mask.FULL,)
     grid = dataclasses.replace(grid, **changes)  # type: ignore[arg-type]  # dataclasses.replace is untyped by name
     if by_system:
-        _systems(common, device, grid, out, with_dram=with_dram)
+        narrowed = {"pass": ops, "dtype": (dtype,) if dtype else (), "head-dim": head_dims, "seqlen": seqlens}
+        words = [*(["--dram"] if with_dram else []), *(["--quick"] if quick else [])]
+        words += [f"--{name} {value}" for name, values in narrowed.items() for value in values]
+        words += [] if causal is None else ["--causal" if causal else "--full"]
+        _systems(common, device, grid, out, with_dram=with_dram, command=" ".join([plot_systems.COMMAND, *words]))
         return
     if by_blocks:
         _blocks(common, device, grid, out)
@@ -178,7 +182,7 @@ def _grid(common: Common, device: Device, grid: Grid, flex: bool, out: Path | No
     click.echo("\n".join([short, *bench_grid.summary(rows, backends)]))
 
 
-def _systems(common: Common, device: Device, grid: Grid, out: Path | None, *, with_dram: bool) -> None:
+def _systems(common: Common, device: Device, grid: Grid, out: Path | None, *, with_dram: bool, command: str) -> None:
     seed, failure = common.seed or 0, None
     if with_dram:
         # Before minutes are spent on times.
@@ -199,8 +203,7 @@ def _systems(common: Common, device: Device, grid: Grid, out: Path | None, *, wi
                 # The times are worth having all the same.
                 failure = error
     rows: list[Json] = [bench_systems.comparison_json(one) for one in compared]
-    asked = " --dram" if with_dram else ""
-    report = {**_about(device), "command": f"{plot_systems.COMMAND}{asked}", "problems": rows}
+    report = {**_about(device), "command": command, "problems": rows}
     name = f"systems-{device_slug(device.name)}"
     _write(out, f"{name}.json", bench_json(report))
     _write(out, f"{name}.md", systems_markdown.text(compared, report))

@@ -137,7 +137,11 @@ def compare(problem: Problem, device: Device, which: Sequence[System], seed: int
         functools.partial(_make_call, result.system, problem, device, seed) for result in results if not result.reason
     ]
     times = iter(systems.times(makers, device, run=uuid.uuid4().hex[:12]))
-    return tuple(result if result.reason else replace(result, measurement=next(times)) for result in results)
+    return tuple(result if result.reason else _timed(result, next(times)) for result in results)
+
+
+def _timed(result: Result, time: Measurement | str) -> Result:
+    return replace(result, reason=time) if isinstance(time, str) else replace(result, measurement=time)
 
 
 def _alone(system: System, problem: Problem, device: Device, seed: int) -> Result:

@@ -23,7 +23,6 @@ _RESULTS = {
     "autoflash bench": "rows",
     plot_blocks.COMMAND: "rows",
     plot_systems.COMMAND: "problems",
-    f"{plot_systems.COMMAND} --dram": "problems",
 }
 FORMATS = (".svg", ".png", ".pdf")
 
@@ -146,7 +145,10 @@ def _read(results: Path) -> dict[str, Any]:
         report = json.loads(results.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise click.ClickException(f"{results} is no JSON: {error}") from error
-    found = report.get(_RESULTS.get(report.get("command", ""), "")) if isinstance(report, dict) else None
+    command = str(report.get("command", "")) if isinstance(report, dict) else ""
+    # Behind it come the options that narrowed it.
+    command = plot_systems.COMMAND if command.startswith(plot_systems.COMMAND) else command
+    found = report.get(_RESULTS.get(command, "")) if command else None
     if not found:
         raise click.ClickException(f"{results} is no results file; `autoflash bench --out DIR` writes one")
     return dict(report)

@@ -138,8 +138,10 @@ def peak_and_seconds(call: Callable[[], object], device: Device) -> tuple[int, f
     return held, time.perf_counter() - start
 
 
-def times(makers: Sequence[Callable[[], Call]], device: Device, *, run: str) -> list[Measurement]:
+def times(makers: Sequence[Callable[[], Call]], device: Device, *, run: str) -> list[Measurement | str]:
     """Time calls in turns; one after the other where they do not fit into the device's memory together.
+
+    A call that does not fit even alone, as a timed one keeps more beside than one call does, has a reason for a time.
 
     Args:
         makers: Each makes a call.
@@ -148,9 +150,18 @@ def times(makers: Sequence[Callable[[], Call]], device: Device, *, run: str) -> 
     """
     # The calls are gone, and their memory with them, once the error that holds them is.
     with contextlib.suppress(torch.OutOfMemoryError):
-        return interleaved([make() for make in makers], device, run=run)
+        return list(interleaved([make() for make in makers], device, run=run))
     release_cached(device)
-    return [interleaved([make()], device, run=run)[0] for make in makers]
+    return [_time_alone(make, device, run) for make in makers]
+
+
+def _time_alone(make: Callable[[], Call], device: Device, run: str) -> Measurement | str:
+    try:
+        return interleaved([make()], device, run=run)[0]
+    except torch.OutOfMemoryError as error:
+        reason = f"not timed: {type(error).__name__}"
+    release_cached(device)
+    return reason
 
 
 def kept_for_backward(system: System, problem: Problem) -> int | None:

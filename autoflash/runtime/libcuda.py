@@ -224,8 +224,8 @@ class Libcuda:
 
 @functools.cache
 def libcuda() -> Libcuda | None:
-    """The driver of this machine; None, said once, where it cannot be used or ``AUTOFLASH_LAUNCHER=triton``."""
-    if paths.launcher() == "triton":
+    """The driver of this machine where ``AUTOFLASH_LAUNCHER=native``; None, said once, where it cannot be used."""
+    if paths.launcher() != "native":
         return None
     try:
         return Libcuda(ctypes.CDLL(_LIBRARY))

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+import torch
 
 from autoflash.device import CROSS_TARGETS
 from autoflash.dispatch.buckets import cell_of
 from autoflash.evaluate.cost import lse_bytes, score_matrix_bytes
 from autoflash.evaluate.io_model import standard
-from autoflash.evaluate.systems import kept_for_backward, model_of, systems
+from autoflash.evaluate.systems import kept_for_backward, model_of, systems, times
 from autoflash.problem import DType, Feature, Pass
+from autoflash.runtime.probe import probe
+from autoflash.trial import Measurement
 from autoflash.variant import Family
 from tests.factories import make_cell, make_device, make_problem, make_variant
 
@@ -93,3 +98,13 @@ def test_standard_attention_keeps_a_matrix_for_its_backward_and_others_a_row() -
     assert kept["FlashAttention-2"] == lse_bytes(problem)
     assert kept["SDPA flash"] is None
     assert kept_for_backward(systems(CELL, A100)[0], PROBLEM) == 0
+
+
+def test_a_call_that_does_not_fit_even_alone_has_a_reason_for_a_time() -> None:
+    def too_large() -> Callable[[], object]:
+        raise torch.OutOfMemoryError("32 GiB")
+
+    fits, does_not = times([lambda: lambda: None, too_large], probe("cpu"), run="r")
+
+    assert isinstance(fits, Measurement)
+    assert does_not == "not timed: OutOfMemoryError"

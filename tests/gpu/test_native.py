@@ -13,7 +13,7 @@ from torch import Tensor
 from autoflash.device import Device
 from autoflash.problem import Form, Pass
 from autoflash.runtime import launch
-from autoflash.runtime.bind import bind
+from autoflash.runtime.bind import _bound, bind
 from autoflash.runtime.libcuda import libcuda
 from autoflash.runtime.native import NativeKernel
 from autoflash.runtime.probe import probe
@@ -38,8 +38,11 @@ def device() -> Device:
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     libcuda.cache_clear()
+    # A process has one executable of a variant, with the kernels that it loaded first.
+    _bound.clear()
     yield
     libcuda.cache_clear()
+    _bound.clear()
 
 
 class Prepared:
@@ -98,6 +101,7 @@ def pair(request: pytest.FixtureRequest, device: Device, monkeypatch: pytest.Mon
     native = Prepared(request.param, device, inputs, dout)
     monkeypatch.setenv("AUTOFLASH_LAUNCHER", "triton")
     libcuda.cache_clear()
+    _bound.clear()
     by_triton = Prepared(request.param, device, inputs, dout)
     assert all(isinstance(kernel, NativeKernel) for kernel in native.kernels)
     assert not any(isinstance(kernel, NativeKernel) for kernel in by_triton.kernels)
