@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoflash.problem import Problem
+from autoflash.problem import DType, Problem
 from autoflash.runtime import param_gradients
 from autoflash.runtime.layouts import block_dim, slots, width_constants
 from autoflash.variant import Variant
@@ -15,6 +15,8 @@ _STREAM_ELEMENTS = 8192
 # The kernels of the gradients of terms: four tiles of 16 KiB fit every class of shared memory.
 _TERM_BYTES = 16 * 1024
 _TERM_ROWS = 64
+# On FMA units, which true float32 takes, 64 rows spill by 2 to 11 KB a thread on sm_90.
+_TERM_ROWS_ON_FMA = 32
 
 
 def padded_rows(problem: Problem, variant: Variant) -> int:
@@ -78,7 +80,8 @@ def term_rows(problem: Problem, variant: Variant) -> int:
     """Rows of each of the four tiles of vectors in a kernel of the gradient of a term: of so many bytes at most."""
     widths = width_constants(problem, variant.structure)
     widest = max(int(widths["BLOCK_D"]), int(widths["BLOCK_DV"]))
-    rows = min(_TERM_ROWS, _TERM_BYTES // (widest * problem.dtype.itemsize))
+    on_fma = problem.dtype is DType.FP32 and not problem.tf32
+    rows = min(_TERM_ROWS_ON_FMA if on_fma else _TERM_ROWS, _TERM_BYTES // (widest * problem.dtype.itemsize))
     return max(16, 1 << (rows.bit_length() - 1))
 
 

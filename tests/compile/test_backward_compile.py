@@ -313,6 +313,17 @@ def test_queries_and_keys_of_192_take_less_memory_in_two_tiles_beside_values_of_
         assert after.spill_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("function", "features"),
+    [("backward_bias", "bias bias_gradient"), ("backward_slopes", "alibi alibi_gradient softcap dropout")],
+)
+def test_kernels_of_terms_in_true_float32_do_not_spill(function: str, features: str) -> None:
+    fields = {name: value for feature in features.split() for name, value in FEATURES[feature].items()}
+    problem = _regular(64, Mask.CAUSAL, seqlen_q=1024, seqlen_k=1024, dtype=DType.FP32).replace(**fields)
+    compiled = _compiled(problem, make_variant("split", tiles=(32, 32, 32, 32), stages=1), function)
+    assert launch.compiled_resources(compiled).spill_bytes == 0
+
+
 @pytest.mark.parametrize("loop_order", ["split", "key_outer"])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_heads_of_576_fit_with_small_tiles(arch: str, loop_order: str) -> None:
