@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 
 from autoflash.device import Device
+from autoflash.evaluate.expected import masks_of
 from autoflash.evaluate.grid import Case, reduced_seqlen
 from autoflash.evaluate.inputs import Memory
 from autoflash.evaluate.worker import Failure, Worker
 from autoflash.evaluate.worker_pool import WorkerPool
 from autoflash.problem import Problem
+from autoflash.runtime.backward_features import PlacedMask
 from autoflash.runtime.compile import CompileOutcome, compile_variant
 from autoflash.trial import Status
 from autoflash.variant import Variant
@@ -37,7 +39,7 @@ class CompilePool:
         self.processes = processes or default_processes()
         self._timeout_s = timeout_s
         self._pool = WorkerPool(self.processes, name="compile")
-        self._known: dict[tuple[Problem, Variant, Device, int, bool], Future[CompileOutcome]] = {}
+        self._known: dict[tuple[object, ...], Future[CompileOutcome]] = {}
 
     def __enter__(self) -> CompilePool:
         return self
@@ -47,8 +49,15 @@ class CompilePool:
     ) -> None:
         self.close()
 
-    def submit(self, problem: Problem, variant: Variant, device: Device, scale_sign: int = 1) -> Future[CompileOutcome]:
-        """Compile a variant; at once where there is nothing to compile."""
+    def submit(
+        self,
+        problem: Problem,
+        variant: Variant,
+        device: Device,
+        scale_sign: int = 1,
+        masks: Mapping[str, PlacedMask] = MappingProxyType({}),
+    ) -> Future[CompileOutcome]:
+        """Compile a variant, as :func:`compile_variant` does; at once where there is nothing to compile."""
         if not variant.family.uses_triton:
             done: Future[CompileOutcome] = Future()
             done.set_result(compile_variant(problem, variant, device))
@@ -61,9 +70,10 @@ class CompilePool:
             seqlen_q=reduced_seqlen(problem.seqlen_q),
             seqlen_k=reduced_seqlen(problem.seqlen_k),
         )
-        key = (like, variant, device, scale_sign, problem.diagonal >= 0)
+        key = (like, variant, device, scale_sign, problem.diagonal >= 0, tuple(masks.items()))
         if key not in self._known or self._known[key].cancelled():
-            self._known[key] = self._pool.submit(functools.partial(self._compile, problem, variant, device, scale_sign))
+            compile_it = functools.partial(self._compile, problem, variant, device, scale_sign, dict(masks))
+            self._known[key] = self._pool.submit(compile_it)
         return self._known[key]
 
     def prepare(self, cases: Iterable[Case], variant: Variant, device: Device) -> Callable[[], None]:
@@ -73,7 +83,13 @@ class CompilePool:
             Waits until all of it is compiled.
         """
         futures = [
-            self.submit(case.problem, variant, device, (case.score_scale > 0) - (case.score_scale < 0))
+            self.submit(
+                case.problem,
+                variant,
+                device,
+                (case.score_scale > 0) - (case.score_scale < 0),
+                masks_of(case),
+            )
             for case in cases
             if variant.family.uses_triton
             and case.memory is not Memory.STRIDED
@@ -86,9 +102,15 @@ class CompilePool:
         self._pool.close()
 
     def _compile(
-        self, problem: Problem, variant: Variant, device: Device, scale_sign: int, worker: Worker
+        self,
+        problem: Problem,
+        variant: Variant,
+        device: Device,
+        scale_sign: int,
+        masks: dict[str, PlacedMask],
+        worker: Worker,
     ) -> CompileOutcome:
-        outcome = worker.call(compile_variant, self._timeout_s, problem, variant, device, scale_sign)
+        outcome = worker.call(compile_variant, self._timeout_s, problem, variant, device, scale_sign, masks)
         if isinstance(outcome, Failure):
             status = Status.COMPILE if outcome.status is Status.RUNTIME else outcome.status
             return CompileOutcome(status=status, detail=outcome.detail)

@@ -15,11 +15,12 @@ from torch import Tensor
 from autoflash.evaluate import exact, yardstick
 from autoflash.evaluate.block_maps import draw_blocks
 from autoflash.evaluate.grid import Case
-from autoflash.evaluate.inputs import LOW, Inputs, draw, draw_flat
+from autoflash.evaluate.inputs import LOW, Guarded, Inputs, draw, draw_flat
 from autoflash.evaluate.masks import draw_mask
 from autoflash.evaluate.semantics import Semantics
 from autoflash.evaluate.terms import draw_bias, draw_params, draw_sinks, draw_slopes
 from autoflash.problem import Pass, Problem
+from autoflash.runtime.backward_features import PlacedMask, placed_masks
 from autoflash.runtime.executable import NO_TERMS, SINGLE_TERMS, Extras, TermGradients
 
 _MAX_FACTOR, _MAX_FACTOR_WITH_SOFTCAP = 2.0, 3.0
@@ -190,6 +191,18 @@ def draw_case(case: Case, device: str) -> Inputs:
         params=params,
     )
     return dataclasses.replace(inputs, extras=extras)
+
+
+@functools.lru_cache(maxsize=64)
+def masks_of(case: Case) -> dict[str, PlacedMask]:
+    """How the mask and the bias of a case lie when it is verified: as far as kernels are compiled for that."""
+    problem, mask, bias = case.problem, None, None
+    if case.mask is not None:
+        pairs = (problem.batch, problem.heads, problem.seqlen_q, problem.seqlen_k)
+        mask = Guarded(draw_mask(problem, case.mask), case.mask.memory).tensor.expand(pairs)
+    if case.bias is not None:
+        bias = Guarded(draw_bias(problem, case.bias, device="cpu"), case.bias.memory).tensor
+    return placed_masks(Extras(mask=mask, bias=bias))
 
 
 def _limit(

@@ -151,8 +151,7 @@ def mask_operands(problem: Problem, extras: Extras) -> dict[str, Operand]:
     missing = [name for name, is_wanted in wanted.items() if is_wanted and getattr(extras, name) is None]
     if missing:
         raise InvalidProblemError(f"{' and '.join(missing)} must be given to a kernel of {Form.of(problem)}")
-    given = {"mask": extras.mask, "bias": extras.bias}
-    placed: dict[str, Operand] = {name: _placed(x, name) for name, x in given.items() if wanted[name] and x is not None}
+    placed: dict[str, Operand] = {name: mask for name, mask in placed_masks(extras).items() if wanted[name]}
     if problem.alibi and extras.alibi_slopes is not None:
         stride = slopes_stride(problem, extras)
         placed["slopes"] = Operand(shape=tuple(extras.alibi_slopes.shape), strides=(stride, 1), is_dense=False)
@@ -161,6 +160,12 @@ def mask_operands(problem: Problem, extras: Extras) -> dict[str, Operand]:
         if problem.block_size and lists is not None:
             placed[name] = Operand(shape=tuple(lists.shape), strides=blocks_strides(lists), is_dense=False)
     return placed | {param.name: _placed_param(param) for param in param_operands(problem, extras)}
+
+
+def placed_masks(extras: Extras) -> dict[str, PlacedMask]:
+    """How the mask [B, H, M, N] and the bias of a call lie, by name; those that it has."""
+    given = {"mask": extras.mask, "bias": extras.bias}
+    return {name: _placed(x, name) for name, x in given.items() if x is not None}
 
 
 def slopes_stride(problem: Problem, extras: Extras) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from autoflash.codegen.render import render
 from autoflash.device import Device, DeviceKind
 from autoflash.errors import RenderError
 from autoflash.problem import Form, Pass, Problem
 from autoflash.runtime import launch
+from autoflash.runtime.backward_features import PlacedMask
 from autoflash.runtime.launch import KernelPlan
 from autoflash.runtime.load import load
 from autoflash.trial import Resources, Status
@@ -36,11 +39,24 @@ class CompileOutcome:
     source_digest: str = ""
 
 
-def compile_variant(problem: Problem, variant: Variant, device: Device, scale_sign: int = 1) -> CompileOutcome:
+def compile_variant(
+    problem: Problem,
+    variant: Variant,
+    device: Device,
+    scale_sign: int = 1,
+    masks: Mapping[str, PlacedMask] = MappingProxyType({}),
+) -> CompileOutcome:
     """Compile the kernels that the dense specialisation of a problem needs, for the device's architecture.
 
-    Needs no GPU. ``scale_sign`` is that of the softmax scale: -1, 0 or 1. The results stay in Triton's cache, so that a
-    later launch in any process finds them. A candidate that cannot be compiled is an outcome, not an exception.
+    Needs no GPU. The results stay in Triton's cache, so that a later launch in any process finds them. A candidate that
+    cannot be compiled is an outcome, not an exception.
+
+    Args:
+        problem: Gives form, type, head dims and divisibility.
+        variant: What to compile.
+        device: For which architecture.
+        scale_sign: That of the softmax scale: -1, 0 or 1.
+        masks: How the ``mask`` and the ``bias`` lie; where one is not there, in the usual way.
     """
     start = time.perf_counter()
     if variant.family is Family.VENDOR:
@@ -56,7 +72,7 @@ def compile_variant(problem: Problem, variant: Variant, device: Device, scale_si
         return _failed(Status.CONSTRAINTS, reason, start, source.digest)
     try:
         module = load(source)
-        compiled = [launch.compile_kernel(module, plan, device) for plan in _plans(problem, variant, scale_sign)]
+        compiled = [launch.compile_kernel(module, plan, device) for plan in _plans(problem, variant, scale_sign, masks)]
         resources = [launch.compiled_resources(kernel) for kernel in compiled]
     # Triton reports a kernel that it cannot compile as RuntimeError, AssertionError, CompilationError, KeyError ...
     except Exception as error:
@@ -80,7 +96,9 @@ def compile_variant(problem: Problem, variant: Variant, device: Device, scale_si
     )
 
 
-def _plans(problem: Problem, variant: Variant, scale_sign: int) -> tuple[KernelPlan, ...]:
+def _plans(
+    problem: Problem, variant: Variant, scale_sign: int, masks: Mapping[str, PlacedMask]
+) -> tuple[KernelPlan, ...]:
     if variant.family is Family.GLUON_SM90:
         from autoflash.runtime import gluon_backward_plan, gluon_plan
 
@@ -90,10 +108,14 @@ def _plans(problem: Problem, variant: Variant, scale_sign: int) -> tuple[KernelP
     if problem.op is Pass.FORWARD:
         from autoflash.runtime.triton_forward import forward_plan
 
-        return (forward_plan(problem, variant, scale_sign=scale_sign),)
+        operands = {name: placed.mask for name, placed in masks.items()}
+        plan = forward_plan(
+            problem, variant, scale_sign=scale_sign, mask=operands.get("mask"), bias=operands.get("bias")
+        )
+        return (plan,)
     from autoflash.runtime.triton_backward import backward_plans
 
-    return backward_plans(problem, variant)
+    return backward_plans(problem, variant, masks)
 
 
 def _missing(variant: Variant, device: Device) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from autoflash.device import Device
 from autoflash.expression.sharing import scattered_parameters
 from autoflash.problem import Form, Problem
 from autoflash.runtime import launch
-from autoflash.runtime.backward_features import in_order, knows_layouts, mask_operands, usual_masks
+from autoflash.runtime.backward_features import PlacedMask, in_order, knows_layouts, mask_operands, usual_masks
 from autoflash.runtime.backward_plan import Step, backward_steps
 from autoflash.runtime.backward_sizes import bias_sums_shape, padded_rows, param_sums_shapes, slopes_sums_shape
 from autoflash.runtime.compiled import CompiledExecutable
@@ -31,10 +32,18 @@ _Shapes = dict[str, tuple[int, ...]]
 _Launches = tuple[tuple[Launch, Callable[[tuple[Tensor | None, ...]], tuple[Tensor, ...]]], ...]
 
 
-def backward_plans(problem: Problem, variant: Variant) -> tuple[KernelPlan, ...]:
-    """Every kernel that the regular dense specialisation of a problem launches, in order."""
+def backward_plans(
+    problem: Problem, variant: Variant, masks: Mapping[str, PlacedMask] = MappingProxyType({})
+) -> tuple[KernelPlan, ...]:
+    """Every kernel that the regular dense specialisation of a problem launches, in order.
+
+    Args:
+        problem: Of any form.
+        variant: Of the Triton family, backward.
+        masks: How the ``mask`` and the ``bias`` lie, where that is known; else in the usual way.
+    """
     operands = {name: _contiguous(shape, problem) for name, shape in _shapes(problem).items()}
-    operands |= usual_masks(problem)
+    operands |= usual_masks(problem) | dict(masks)
     return tuple(step.plan for step in backward_steps(problem, variant, operands, 1.0, has_dlse=False))
 
 

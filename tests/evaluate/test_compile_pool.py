@@ -2,17 +2,25 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError
+from types import SimpleNamespace
 
 import pytest
 
 from autoflash.device import CROSS_TARGETS, Device
 from autoflash.evaluate import compile_pool
 from autoflash.evaluate.compile_pool import CompilePool
-from autoflash.evaluate.grid import screen_cases
-from autoflash.problem import Problem
+from autoflash.evaluate.expected import masks_of
+from autoflash.evaluate.grid import full_cases, screen_cases
+from autoflash.evaluate.inputs import Memory
+from autoflash.evaluate.verify import run_case
+from autoflash.problem import Form, MaskTensor, Pass, Problem
+from autoflash.runtime import compile as compile_module
+from autoflash.runtime.bind import bind
 from autoflash.runtime.compile import CompileOutcome
+from autoflash.runtime.compiled import CompiledExecutable
+from autoflash.runtime.launch import KernelPlan
 from autoflash.trial import Status
 from autoflash.variant import Family, Variant
 from tests.factories import make_problem, make_variant
@@ -21,7 +29,7 @@ _H200 = CROSS_TARGETS["sm_90"]
 
 
 def compile_by_sequence_length(
-    problem: Problem, variant: Variant, device: Device, scale_sign: int = 1
+    problem: Problem, variant: Variant, device: Device, scale_sign: int = 1, masks: Mapping[str, object] | None = None
 ) -> CompileOutcome:
     """Stands for the compiler: the length of the sequence says what goes wrong."""
     if problem.seqlen_q == 1:
@@ -110,3 +118,41 @@ def test_the_kernels_of_a_verification_are_compiled_before_it_begins(pool: Compi
     pool.prepare(screen_cases(problem), make_variant(), _H200)()
 
     assert all(pool.submit(case.problem, make_variant(), _H200).done() for case in screen_cases(problem))
+
+
+@pytest.mark.parametrize("feature", ["bias", "float_mask"])
+@pytest.mark.parametrize("op", list(Pass))
+def test_kernels_are_compiled_for_the_masks_and_biases_of_a_verification(
+    op: Pass, feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {
+        "bias": {"bias": True, "bias_gradient": op is Pass.BACKWARD},
+        "float_mask": {"mask_tensor": MaskTensor.FLOAT},
+    }
+    problem = make_problem(op=op, head_dim=16, heads=2, kv_heads=1, seqlen_q=64).replace(**fields[feature])
+    variant = make_variant(op=op)
+    asked: list[KernelPlan] = []
+
+    def record(self: object, plan: KernelPlan) -> object:
+        asked.append(plan)
+        return SimpleNamespace(bind=lambda *_: lambda *tensors: None)
+
+    monkeypatch.setattr(CompiledExecutable, "_kernel", record)
+    cases = [
+        case
+        for case in full_cases(problem)
+        if 0 < case.problem.seqlen_q * case.problem.seqlen_k < 10**5
+        and case.memory in (Memory.DENSE, Memory.BSHD)
+        and not case.shared
+    ]
+
+    missed = []
+    for case in cases:
+        asked.clear()
+        run_case(bind(Form.of(problem), variant, _H200), case, "cpu")
+        sign = (case.score_scale > 0) - (case.score_scale < 0)
+        compiled = compile_module._plans(case.problem, variant, sign, masks_of(case))
+        missed += [f"{case}: {plan.function}" for plan in asked if plan not in compiled]
+
+    assert len(cases) > 8
+    assert missed == []
