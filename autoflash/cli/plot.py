@@ -13,6 +13,7 @@ import click
 from autoflash.cli import plot_blocks, plot_systems
 from autoflash.cli.options import Common, common_options
 from autoflash.cli.output import print_json
+from autoflash.cli.plot_panels import Panel, scale_lengths, small_multiples
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,8 +27,6 @@ _RESULTS = {
 }
 FORMATS = (".svg", ".png", ".pdf")
 
-Panel = tuple[str, str, int]
-"""Pass, mask and head dimension."""
 Curves = dict[str, dict[int, float]]
 """TFLOP/s by sequence length, for each kernel by name; the generated one first."""
 
@@ -94,23 +93,15 @@ def draw(panels: Mapping[Panel, Curves], title: str) -> Figure:
     Raises:
         ImportError: without matplotlib.
     """
-    from matplotlib.figure import Figure
-
-    down = list(dict.fromkeys((op, mask) for op, mask, _ in panels))
-    across = sorted({head_dim for _, _, head_dim in panels})
     names = list(dict.fromkeys(itertools.chain.from_iterable(panels.values())))
-    width, height = _PANEL_INCHES
-    figure = Figure(figsize=(width * len(across), height * len(down) + 0.7), layout="constrained")
-    grid = figure.subplots(len(down), len(across), squeeze=False, sharex=True, sharey="row")
-    for (i, (op, mask)), (j, head_dim) in itertools.product(enumerate(down), enumerate(across)):
-        axes = grid[i][j]
-        _draw_panel(axes, panels.get((op, mask, head_dim), {}), names)
-        axes.set_title(f"{op}, {mask}, D = {head_dim}", fontsize=9)
-        axes.tick_params(labelsize=8)
-    for axes in grid[-1]:
-        axes.set_xlabel("sequence length", fontsize=8)
+    figure, grid = small_multiples(
+        panels,
+        lambda axes, panel: _draw_panel(axes, panels.get(panel, {}), names),
+        ylabel="TFLOP/s",
+        inches=_PANEL_INCHES,
+        beside=(0.0, 0.7),
+    )
     for axes in grid[:, 0]:
-        axes.set_ylabel("TFLOP/s", fontsize=8)
         # Of the row: its panels share the axis.
         axes.set_ylim(bottom=0)
     handles = {handle.get_label(): handle for axes in grid.flat for handle in axes.get_legend_handles_labels()[0]}
@@ -128,16 +119,13 @@ def save(figure: Figure, out: Path) -> None:
 
 
 def _draw_panel(axes: Axes, curves: Curves, names: list[str]) -> None:
-    lengths = sorted({length for curve in curves.values() for length in curve})
     for number, name in enumerate(names):
         curve = sorted(curves.get(name, {}).items())
         if curve:
             xs, ys = zip(*curve, strict=True)
             colour = _COLOURS[number % len(_COLOURS)]
             axes.plot(xs, ys, marker="o", markersize=3, color=colour, label=name, zorder=len(names) - number)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [str(length) for length in lengths], minor=False)
-    axes.grid(visible=True, alpha=0.3)
+    scale_lengths(axes, itertools.chain.from_iterable(curves.values()))
 
 
 def _read(results: Path) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from autoflash.cli.plot_panels import Panel, scale_lengths, small_multiples
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -21,8 +23,6 @@ _COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00", "#
 _GREY = "#999999"
 _GIB = 2**30
 
-Panel = tuple[str, str, int]
-"""Pass, mask and head dimension."""
 Lines = tuple[dict[int, int], dict[int, int]]
 """Bytes by sequence length: of the model, and counted ones where there are some."""
 
@@ -51,26 +51,17 @@ def draw(panels: Mapping[Panel, Mapping[str, Lines]], title: str) -> Figure:
     Raises:
         ImportError: without matplotlib.
     """
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    down = list(dict.fromkeys((op, mask) for op, mask, _ in panels))
-    across = sorted({head_dim for _, _, head_dim in panels})
     names = dict.fromkeys(itertools.chain.from_iterable(panels.values()))
     colours = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
-    width, height = _PANEL_INCHES
-    size = width * len(across) + _LEGEND_INCHES, height * len(down) + 0.4
-    figure = Figure(figsize=size, layout="constrained")
-    grid = figure.subplots(len(down), len(across), squeeze=False, sharex=True, sharey="row")
-    for (i, (op, mask)), (j, head_dim) in itertools.product(enumerate(down), enumerate(across)):
-        axes = grid[i][j]
-        _draw_panel(axes, panels.get((op, mask, head_dim), {}), colours)
-        axes.set_title(f"{op}, {mask}, D = {head_dim}", fontsize=9)
-        axes.tick_params(labelsize=8)
-    for axes in grid[-1]:
-        axes.set_xlabel("sequence length", fontsize=8)
-    for axes in grid[:, 0]:
-        axes.set_ylabel("main memory, GiB", fontsize=8)
+    figure, _ = small_multiples(
+        panels,
+        lambda axes, panel: _draw_panel(axes, panels.get(panel, {}), colours),
+        ylabel="main memory, GiB",
+        inches=_PANEL_INCHES,
+        beside=(_LEGEND_INCHES, 0.4),
+    )
     handles = [Line2D([], [], color=colour, label=name) for name, colour in colours.items()]
     if any(counted for lines in panels.values() for _, counted in lines.values()):
         handles.append(Line2D([], [], color=_GREY, marker="o", markersize=3, label="counted by ncu"))
@@ -87,8 +78,5 @@ def _draw_panel(axes: Axes, lines: Mapping[str, Lines], colours: Mapping[str, st
                 xs, ys = zip(*sorted(points.items()), strict=True)
                 sizes = [y / _GIB for y in ys]
                 axes.plot(xs, sizes, color=colours[name], marker=marker, markersize=3, linestyle=style)
-    axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    lengths = sorted({length for modelled, _ in lines.values() for length in modelled})
-    axes.set_xticks(lengths, [str(length) for length in lengths], minor=False)
-    axes.grid(visible=True, alpha=0.3)
+    scale_lengths(axes, (length for modelled, _ in lines.values() for length in modelled))
