@@ -27,7 +27,7 @@ PLAIN = "plain"
 """Ordinary torch math in the same dtype: what there is where no backend can do the problem."""
 
 # What no backend of torch's does, or not on numbers that are given to it.
-_FOREIGN = {Feature.SOFTCAP, Feature.ALIBI, Feature.BIAS, Feature.SINKS, Feature.DROPOUT}
+_FOREIGN = {Feature.SOFTCAP, Feature.SCORE_MOD, Feature.ALIBI, Feature.BIAS, Feature.SINKS, Feature.DROPOUT}
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -124,7 +124,7 @@ def accuracy_cases(problem: Problem) -> tuple[Case, ...]:
 def torch_errors(case: Case, device: str) -> dict[str, dict[str, float]]:
     """Largest errors by backend and output; computed once for all the kernels that are compared on a case.
 
-    A backend is left out where it cannot do the problem (softcap, expressions, terms, or a dropout of given numbers),
+    A backend is left out where it cannot do the problem (softcap, a score_mod, terms, or a dropout of given numbers),
     raises, or gives elements that are not finite. Causal masks that are aligned to the bottom right and windows are
     given to it as a mask; key heads are repeated; packed sequences are computed one by one.
     """
@@ -147,7 +147,7 @@ def torch_errors(case: Case, device: str) -> dict[str, dict[str, float]]:
         given = (q, k, v, inputs.dout, inputs.dlse if case.with_dlse else None, semantics)
         grads = dict(zip(("dq", "dk", "dv"), plain_gradients(*given), strict=True))
         if not set(exact) <= set(grads):
-            grads |= {f"d{name}": term for name, term in plain_term_gradients(*given)._asdict().items()}
+            grads |= {f"d{name}": term for name, term in plain_term_gradients(*given).present.items()}
         errors[PLAIN] = {name: _largest(grads[name], wanted) for name, wanted in exact.items()}
     return errors
 
@@ -182,7 +182,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, semantics: Semantics, block: Block)
     shape = (*queries.shape[:3], keys.shape[2])
     if semantics.mask is None and semantics.left is None and semantics.right == 0 and block.diagonal == 0:
         return functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=semantics.scale)
-    hidden, mask = semantics.hidden(q.new_empty(0), block), semantics.mask
+    hidden, mask = semantics.hidden(q.new_empty(shape), block), semantics.mask
     if mask is not None and mask.dtype is not torch.bool:
         mask = mask.to(q.dtype) if hidden is None else mask.to(q.dtype).masked_fill(hidden, -math.inf)
     elif hidden is not None:

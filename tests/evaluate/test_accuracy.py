@@ -12,6 +12,8 @@ from tests.factories import make_device, make_problem
 
 CPU = make_device("cpu")
 SDPA = {"flash", "math"}
+NEAR = "mask_mod(reach: int 0) = abs(kv_idx - q_idx) * 3 < reach"
+TABLE = "score_mod(n: int 0, t: float 2) = score + t[h, q_idx - kv_idx + n]"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -36,6 +38,9 @@ def cases_of(op=Pass.FORWARD, dtype=DType.FP32, mask=Mask.FULL, **features):
         ({"mask_tensor": MaskTensor.FLOAT}, SDPA),
         ({"window_left": 20}, SDPA),
         ({"packed_q": 256, "packed_k": 256, "batch": 2, "mask": Mask.CAUSAL}, SDPA),
+        ({"mask_mod": NEAR}, SDPA),
+        ({"mask_mod": NEAR, "mask_tensor": MaskTensor.BOOL}, SDPA),
+        ({"score_mod": TABLE}, set()),
         ({"softcap": 20.0}, set()),
         ({"dropout_p": 0.2}, set()),
     ],
@@ -49,6 +54,23 @@ def test_torch_s_backends_err_by_roundings_on_what_they_can_do(op, features, bac
         for by_output in errors.values():
             assert set(by_output) == ({"out"} if op is Pass.FORWARD else {"dq", "dk", "dv"})
             assert all(0 < error < 1e-4 for error in by_output.values())
+
+
+@pytest.mark.parametrize(
+    ("features", "outputs"),
+    [
+        ({"score_mod": TABLE, "params_gradient": True}, {"dparam_1"}),
+        ({"bias": True, "bias_gradient": True, "sinks": True}, {"dbias", "dsinks"}),
+        ({"alibi": True, "alibi_gradient": True}, {"dalibi_slopes"}),
+    ],
+)
+def test_gradients_of_terms_are_compared_with_plain_torch(features, outputs):
+    for case in cases_of(Pass.BACKWARD, **features):
+        errors = torch_errors(case.values, "cpu")
+
+        assert set(errors) == {"plain"}
+        assert set(errors["plain"]) == {"dq", "dk", "dv", *outputs}
+        assert all(0 < error < 1e-4 for error in errors["plain"].values())
 
 
 def test_a_kernel_stands_beside_them_with_its_own_errors():
