@@ -220,6 +220,38 @@ def test_gradients_of_parameters_have_the_same_bits_100_times_and_make_nobody_wa
 
 
 @pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((2, 4, 512, 512), id="pairs"),
+        pytest.param((1, 4, 512, 512), id="batch-shared"),
+        pytest.param((2, 1, 512, 512), id="heads-shared"),
+        pytest.param((2, 4, 1, 512), id="keys"),
+        pytest.param((2, 4, 512, 1), id="rows"),
+        pytest.param((1, 1, 1, 1), id="one"),
+    ],
+)
+def test_gradients_of_terms_have_the_same_bits_100_times(shape: tuple[int, ...]) -> None:
+    q, k, v = tensors(2, 4, 512, 64, grad=True)
+    bias = torch.randn(shape, device="cuda", requires_grad=True)
+    terms: dict[str, Any] = {
+        "bias": bias,
+        "alibi_slopes": torch.rand(4, device="cuda", requires_grad=True),
+        "sinks": torch.randn(4, device="cuda", requires_grad=True),
+    }
+    how: dict[str, Any] = {**terms, "deterministic": True, "vendor": "never"}
+    dout = torch.randn(2, 4, 512, 64, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(q, k, v, **terms, deterministic=True), (q, k, v, *terms.values()), dout)
+
+    assert autoflash.explain(q, k, v, **how).passes[1].variant.family is Family.TRITON
+    first = step()
+
+    assert all(float(gradient.abs().max()) > 0.0 for gradient in first)
+    assert all(torch.equal(one, other) for _ in range(100) for one, other in zip(first, step(), strict=True))
+
+
+@pytest.mark.parametrize(
     "name", ["window", "bool-keys", "softcap", "sinks", "alibi", "bias-keys", "relative", "dropout", "varlen"]
 )
 def test_memory_beside_outputs_is_linear_in_the_sequence(name: str) -> None:
