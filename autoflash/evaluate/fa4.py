@@ -55,9 +55,10 @@ class FlashAttention4(Peer):
             return f"FlashAttention-4 takes head dims up to {_MOST_HEAD_DIM} in steps of 8, not {max(head_dims)}"
         if problem.alignment is Alignment.TOP_LEFT and (problem.causal or problem.has_window):
             return "FlashAttention-4 aligns masks and windows bottom-right"
-        if tensors and (_capability(tensors[0]) or (0, 0)) < (9, 0):
+        reason = _why_not_importable()
+        if reason is None and tensors and (_capability(tensors[0]) or (0, 0)) < (9, 0):
             return "FlashAttention-4 is compared on NVIDIA GPUs from sm_90 on"
-        return _why_not_importable()
+        return reason
 
     def attend(self, problem: Problem, q: Tensor, scale: float, extras: Extras) -> Attend:
         """The package's function with everything bound but q, k and v."""
