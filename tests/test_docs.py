@@ -28,6 +28,13 @@ COMMAND_LINES = [
     for line in block.splitlines()
     if line.startswith("autoflash ")
 ]
+# The script hands its options on.
+COMMAND_LINES += [
+    ["bench", *shlex.split(line, comments=True)[1:]]
+    for block in _blocks("sh")
+    for line in block.splitlines()
+    if line.startswith("scripts/benchmark")
+]
 
 
 def _command(name: str) -> click.Command:

@@ -1,10 +1,11 @@
-"""``autoflash bench``: generated kernels against torch SDPA; the systems; a sweep of a cell; a call's host time."""
+"""``autoflash bench``: generated kernels beside their peers; the systems; a sweep of a cell; a call's host time."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
+import shlex
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -13,12 +14,22 @@ from rich.markup import escape
 from rich.progress import Progress
 
 import autoflash
-from autoflash.cli import bench_blocks, bench_grid, bench_systems, plot_blocks, plot_systems, systems_markdown
+from autoflash.cli import (
+    bench_blocks,
+    bench_grid,
+    bench_report,
+    bench_systems,
+    peers,
+    plot_blocks,
+    plot_systems,
+    systems_markdown,
+)
 from autoflash.cli.bench_grid import Grid, Row
 from autoflash.cli.bench_sweep import Sweep, sweep
 from autoflash.cli.features import feature_options
-from autoflash.cli.options import DTYPE, PASS, Common, common_options
+from autoflash.cli.options import DTYPE, PASS, Common, Retold, common_options
 from autoflash.cli.output import Column, markdown_table, number, print_json, print_table
+from autoflash.cli.peers import Peers
 from autoflash.deploy.export import write_table
 from autoflash.deploy.shipped import device_slug
 from autoflash.device import Device
@@ -28,7 +39,7 @@ from autoflash.dispatch.ladder import Here, VendorPolicy, inference_ladder
 from autoflash.errors import CounterError
 from autoflash.evaluate import ncu, overhead
 from autoflash.keys import Json
-from autoflash.problem import LEAST_BLOCK, DType, Mask, Pass
+from autoflash.problem import LEAST_BLOCK, DType, Mask, Pass, Problem
 from autoflash.runtime.probe import environment, probe
 from autoflash.search.presets import Asked
 from autoflash.space import catalog
@@ -36,10 +47,20 @@ from autoflash.variant import Family
 
 README_BEGIN = "<!-- benchmark table: begin (made by scripts/benchmark) -->"
 README_END = "<!-- benchmark table: end -->"
+# Nothing in them changes what is timed: a command in a results file is one for any machine.
+_UNTOLD = ("out", "readme", "db", "table", "device", "as_json", "verbose")
 
 
-@click.command("bench")
+@click.command("bench", cls=Retold)
 @common_options
+@click.option(
+    "--grid",
+    type=click.Choice(bench_grid.NAMES),
+    default=bench_grid.NAMES[0],
+    show_default=True,
+    expose_value=False,  # there is one
+    help="Which problems: fa are those of FlashAttention's papers, as below.",
+)
 @click.option("--quick", is_flag=True, help="A few problems of the grid only.")
 @click.option("--pass", "ops", type=PASS, multiple=True, help="Only this pass; may be repeated.")
 @click.option("--dtype", type=DTYPE, help="Type of the tensors (default: bf16; fp32 on a CPU).")
@@ -48,6 +69,13 @@ README_END = "<!-- benchmark table: end -->"
 @click.option("--causal/--full", default=None, help="Only this mask.")
 @click.option("--group", type=click.IntRange(1), default=1, help="Query heads per key and value head.")
 @feature_options
+@click.option(
+    "--peers",
+    "peer_names",
+    type=peers.PeerNames(),
+    metavar="NAME,...",
+    help=f"Beside whom, of {','.join(peers.NAMES)} (default: cudnn,flash; on a CPU flash,math).",
+)
 @click.option("--flex", is_flag=True, help="Beside torch's flex_attention too, compiled for each problem.")
 @click.option("--systems", "by_system", is_flag=True, help="Standard attention, Rabe-Staats, FlashAttention and SDPA.")
 @click.option(
@@ -73,6 +101,7 @@ def command(
     seqlens: tuple[int, ...],
     causal: bool | None,
     group: int,
+    peer_names: tuple[str, ...] | None,
     flex: bool,
     by_system: bool,
     with_dram: bool,
@@ -82,13 +111,18 @@ def command(
     out: Path | None,
     readme: Path | None,
 ) -> None:
-    """Time generated kernels against torch SDPA, all in one run.
+    """Time generated kernels beside torch SDPA and other peers, all in one run.
 
     The grid is B*S = 16384 tokens, H*D = 2048, S = 512..16384, D = 64/128/256, causal and full, forward and backward
     (smaller on a CPU). TFLOP/s are 4*B*H*S*S*D floating point operations over the time, half of it where causal,
     and 2.5 times as many backward. Each generated kernel is the one that attention(vendor="never") runs. Features such
     as --window are asked of every problem; torch's kernels are not timed with them, but for the efficient backend with
     --bias; flex_attention is, with --flex.
+
+    --peers names who is timed beside them: torch's SDPA backends, flex (torch's flex_attention, compiled for each
+    problem) and fa4 (FlashAttention-4, where the package flash-attn-4 is installed). The table then has the ratio to
+    each and to the best of each row. A peer that cannot run a problem, fails, or computes something else than the
+    generated kernel (outputs of one call are compared) has a reason in place of a time. No time includes compiling.
 
     --systems compares standard attention, Rabe-Staats (torch_tiled), the orders of FlashAttention-1 and -2, the Hopper
     family and torch's backends, those of them that run here, on fewer problems: time, the most memory that a call
@@ -106,10 +140,12 @@ def command(
         raise click.UsageError("--systems is a run of its own: leave out --exhaustive, --overhead and --readme")
     if with_dram and not by_system:
         raise click.UsageError("--dram counts for --systems: give that too")
-    if by_blocks and (by_system or exhaustive or host or flex or readme is not None):
-        raise click.UsageError("--blocks is a run of its own: leave out --systems, --exhaustive, --overhead and --flex")
-    if flex and (by_system or exhaustive or host):
-        raise click.UsageError("--flex is a peer of the grid: leave out --systems, --exhaustive and --overhead")
+    if by_blocks and (by_system or exhaustive or host or flex or peer_names or readme is not None):
+        others = "--systems, --exhaustive, --overhead, --peers and --flex"
+        raise click.UsageError(f"--blocks is a run of its own: leave out {others}")
+    if (flex or peer_names) and (by_system or exhaustive or host):
+        what = "--peers are peers" if peer_names else "--flex is a peer"
+        raise click.UsageError(f"{what} of the grid: leave out --systems, --exhaustive and --overhead")
     if host:
         _overhead(common, device)
         return
@@ -131,12 +167,10 @@ def command(
     if causal is not None:
         changes["masks"] = (Mask.CAUSAL if causal else Mask.FULL,)
     grid = dataclasses.replace(grid, **changes)  # type: ignore[arg-type]  # dataclasses.replace is untyped by name
+    ctx = click.get_current_context()
     if by_system:
-        narrowed = {"pass": ops, "dtype": (dtype,) if dtype else (), "head-dim": head_dims, "seqlen": seqlens}
-        words = [*(["--dram"] if with_dram else []), *(["--quick"] if quick else [])]
-        words += [f"--{name} {value}" for name, values in narrowed.items() for value in values]
-        words += [] if causal is None else ["--causal" if causal else "--full"]
-        _systems(common, device, grid, out, with_dram=with_dram, command=" ".join([plot_systems.COMMAND, *words]))
+        words = [*plot_systems.COMMAND.split(), *Retold.words(ctx, leave_out=(*_UNTOLD, "by_system"))]
+        _systems(common, device, grid, out, with_dram=with_dram, command=shlex.join(words))
         return
     if by_blocks:
         _blocks(common, device, grid, out)
@@ -144,42 +178,48 @@ def command(
     if exhaustive:
         _exhaustive(common, device, grid)
         return
-    _grid(common, device, grid, flex, out, readme)
-
-
-def _grid(common: Common, device: Device, grid: Grid, flex: bool, out: Path | None, readme: Path | None) -> None:
-    decisions = table.load(common.db, common.table)
-    # A window that is as long as the sequence is none: problems of one grid may differ.
-    features = [problem.features for problem in grid.problems()]
-    backends: tuple[str, ...] = ("cudnn", "flash") if device.kind.value != "cpu" else ("flash", "math")
-    if all(features):
-        # Torch's kernels are not asked for them.
-        backends = (bench_grid.BIASED_NAME,) if grid.asked.bias else ()
+    beside = peers.usual(grid.problems(), device, has_bias=asked.bias)
+    if peer_names:
+        beside = Peers(names=peer_names, are_named=True)
     if flex:
-        backends = (*backends, bench_grid.FLEX_NAME)
+        beside = dataclasses.replace(beside, names=tuple(dict.fromkeys([*beside.names, peers.FLEX_NAME])))
+    _grid(common, device, grid, beside, Retold.words(ctx, leave_out=_UNTOLD), out, readme)
+
+
+def _grid(
+    common: Common, device: Device, grid: Grid, beside: Peers, words: list[str], out: Path | None, readme: Path | None
+) -> None:
     with Progress(console=common.progress, transient=True) as progress:
         task = progress.add_task("benchmark", total=sum(1 for _ in grid.problems()))
+
+        def tell(problem: Problem, name: str) -> None:
+            # Others' compilers take up to a minute.
+            progress.update(task, description=escape(f"{cell_of(problem, device)}: preparing {name}"))
+
         rows = bench_grid.run(
             grid,
             device,
-            decisions,
-            backends=backends,
+            table.load(common.db, common.table),
+            beside=beside,
             seed=common.seed or 0,
-            on_row=lambda row: progress.update(task, advance=1, description=escape(str(cell_of(row.problem, device)))),
+            on_kernel=tell,
+            on_row=lambda row: progress.update(task, advance=1),
         )
-    report = _report(device, grid, rows)
+    report = _report(device, grid, rows, beside, words)
     kind = [f"group{grid.group}"] if grid.group > 1 else []
-    kind += sorted({feature.value for some in features for feature in some})
+    kind += sorted({feature.value for problem in grid.problems() for feature in problem.features})
+    # Somebody who asks for peers asks for one grid after another.
+    kind += ["peers", *bench_grid.narrowed(grid, device)] if beside.are_named else []
     _write(out, f"{'-'.join([device_slug(device.name), *kind])}.json", bench_json(report))
-    short = f"{_caption(device, backends)}\n\n{markdown_table(*bench_grid.pivot(rows, backends))}\n"
+    short = f"{_caption(device, beside, words)}\n\n{markdown_table(*bench_report.pivot(rows, beside.names))}\n"
     if readme is not None:
         _put_into(readme, short)
     if common.json:
         print_json(report)
         return
-    columns = bench_grid.row_columns(backends)
-    print_table("TFLOP/s", columns, [bench_grid.row_cells(row, backends) for row in rows])
-    click.echo("\n".join([short, *bench_grid.summary(rows, backends)]))
+    print_table("TFLOP/s", bench_report.row_columns(beside), [bench_report.row_cells(row, beside) for row in rows])
+    lines = [*bench_report.summary(rows, beside.names), *bench_report.without_times(rows, beside.names)]
+    click.echo("\n".join([short, *(str(line) for line in lines)]))
 
 
 def _systems(common: Common, device: Device, grid: Grid, out: Path | None, *, with_dram: bool, command: str) -> None:
@@ -260,23 +300,25 @@ def _about(device: Device) -> dict[str, Json]:
     }
 
 
-def _report(device: Device, grid: Grid, rows: list[Row]) -> dict[str, Json]:
+def _report(device: Device, grid: Grid, rows: list[Row], beside: Peers, words: list[str]) -> dict[str, Json]:
     return {
         **_about(device),
-        "command": "autoflash bench",
+        "command": shlex.join(["autoflash", "bench", *words]),
         "tokens": grid.tokens,
         "model_dim": grid.model_dim,
-        "rows": [bench_grid.row_json(row) for row in rows],
+        "peer_versions": {**peers.versions(beside.names)},
+        "summary": [one.to_json() for one in bench_report.summary(rows, beside.names)],
+        "rows": [bench_report.row_json(row) for row in rows],
     }
 
 
-def _caption(device: Device, backends: tuple[str, ...]) -> str:
+def _caption(device: Device, beside: Peers, words: list[str]) -> str:
     here = environment(device)
     versions = f"torch {here.torch}" + (f", Triton {here.triton}" if here.triton else "")
-    words = {bench_grid.FLEX_NAME: "FlexAttention", bench_grid.BIASED_NAME: "SDPA efficient"}
-    peers = (words.get(backend, f"SDPA {backend}") for backend in backends)
-    names = " / ".join(("generated", *peers))
-    return f"TFLOP/s, {names}, on {device.name} ({versions}, {_today()}; `scripts/benchmark` remakes it):"
+    versions += "".join(f", {version}" for name, version in peers.versions(beside.names).items() if name != "cudnn")
+    names = " / ".join((bench_grid.GENERATED, *(peers.title(name) for name in beside.names)))
+    command = shlex.join(["scripts/benchmark", *words])
+    return f"TFLOP/s, {names}, on {device.name} ({versions}, {_today()}; `{command}` remakes it):"
 
 
 def _today() -> str:
@@ -332,10 +374,10 @@ def _sweep_json(cell: str, tier: str, found: Sweep) -> dict[str, Json]:
         "variants": len(found.screened),
         "regret": found.regret,
         "spread": found.spread,
-        "winner": bench_grid.timed_json(found.winner),
-        "default": bench_grid.timed_json(found.default),
-        "best": bench_grid.timed_json(found.best),
-        "screened": [bench_grid.timed_json(timed) for timed in found.screened],
+        "winner": bench_report.timed_json(found.winner),
+        "default": bench_report.timed_json(found.default),
+        "best": bench_report.timed_json(found.best),
+        "screened": [bench_report.timed_json(timed) for timed in found.screened],
     }
 
 

@@ -7,7 +7,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from autoflash.cli.bench_grid import Grid, Timed, time_calls, timed_json
+from autoflash.cli.bench_grid import Grid, Timed, time_calls
+from autoflash.cli.bench_report import timed_json
 from autoflash.cli.output import Column, number, print_table
 from autoflash.device import Device, DeviceKind
 from autoflash.dispatch.buckets import cell_of

@@ -1,40 +1,36 @@
-"""The grid of the published FlashAttention benchmarks: generated kernels beside torch's SDPA backends, in one run."""
+"""The grid of the published FlashAttention benchmarks: generated kernels beside their peers, in one run."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-import statistics
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from autoflash.cli.output import Column
+from autoflash.cli import peers
+from autoflash.cli.peers import Peers
 from autoflash.device import Device, DeviceKind
 from autoflash.dispatch.buckets import cell_of
 from autoflash.dispatch.ladder import Here, VendorPolicy, inference_ladder, training_ladders
 from autoflash.dispatch.table import Table
+from autoflash.errors import NoKernelError
+from autoflash.evaluate.agreement import disagreement
 from autoflash.evaluate.benchmark import Call, device_lock, interleaved, make_call
-from autoflash.evaluate.biased_sdpa import BIASED, BiasedSdpa
 from autoflash.evaluate.cost import tflops
-from autoflash.evaluate.flex import FLEX, FlexAttention
-from autoflash.keys import Json
-from autoflash.problem import DType, Form, Mask, Pass, Problem, features_text
-from autoflash.runtime.bind import bind
-from autoflash.runtime.executable import Executable
+from autoflash.problem import DType, Mask, Pass, Problem
 from autoflash.runtime.probe import environment
 from autoflash.search.presets import Asked
-from autoflash.space import catalog
 from autoflash.trial import Measurement, Tier
 from autoflash.variant import Family, Variant
 
 HEAD_DIMS = (64, 128, 256)
 SEQLENS = (512, 1024, 2048, 4096, 8192, 16384)
 QUICK_SEQLENS = (1024, 4096)
-FLEX_NAME = FLEX.structure.text("backend")
-"""Among backends: torch's flex_attention, which dispatch does not know."""
-BIASED_NAME = BIASED.structure.text("backend")
-"""Likewise torch's SDPA with a bias."""
-_OUTSIDERS: dict[Variant, Callable[[], Executable]] = {FLEX: FlexAttention, BIASED: BiasedSdpa}
+GENERATED = "generated"
+NAMES = ("fa",)
+"""Grids that there are: that of FlashAttention's papers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +97,16 @@ def default_grid(device: Device, *, quick: bool) -> Grid:
     )
 
 
+def narrowed(grid: Grid, device: Device) -> list[str]:
+    """What tells a grid from the whole one of its device, in words for the name of a file."""
+    whole = default_grid(device, quick=False)
+    words = [op.value for op in grid.ops if grid.ops != whole.ops]
+    words += [grid.dtype.value] if grid.dtype is not whole.dtype else []
+    words += [mask.value for mask in grid.masks if grid.masks != whole.masks]
+    words += [f"d{head_dim}" for head_dim in grid.head_dims if grid.head_dims != whole.head_dims]
+    return words + [f"s{seqlen}" for seqlen in grid.seqlens if grid.seqlens != whole.seqlens]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
     """One kernel of a row.
@@ -127,7 +133,7 @@ class Row:
         generated: The kernel that ``attention(vendor="never")`` would run.
         tier: Where that kernel comes from.
         dispatched: The kernel that ``attention()`` would run, vendor kernels allowed.
-        vendors: By backend.
+        vendors: The peers by name.
     """
 
     problem: Problem
@@ -138,16 +144,16 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Speed of the generated kernel over that of the fastest vendor kernel; above 1 it is faster."""
+        """Speed of the generated kernel over that of the fastest peer; above 1 it is faster."""
         return self._to_vendor(self.generated)
 
     @property
     def dispatched_ratio(self) -> float | None:
-        """Likewise of the kernel that ``attention()`` would run: 1 where that is the fastest vendor kernel itself."""
+        """Likewise of the kernel that ``attention()`` would run: 1 where that is the fastest peer itself."""
         return self._to_vendor(self.dispatched)
 
     def ratio_to(self, backend: str) -> float | None:
-        """Speed of the generated kernel over that of one vendor kernel."""
+        """Speed of the generated kernel over that of one peer."""
         theirs = self.vendors[backend].tflops if backend in self.vendors else None
         return self.generated.tflops / theirs if theirs and self.generated.tflops else None
 
@@ -157,7 +163,14 @@ class Row:
 
 
 def run(
-    grid: Grid, device: Device, table: Table, *, backends: Sequence[str], seed: int, on_row: Callable[[Row], None]
+    grid: Grid,
+    device: Device,
+    table: Table,
+    *,
+    beside: Peers,
+    seed: int,
+    on_kernel: Callable[[Problem, str], None],
+    on_row: Callable[[Row], None],
 ) -> list[Row]:
     """Time the grid.
 
@@ -165,35 +178,44 @@ def run(
         grid: What to time.
         device: Where.
         table: The decisions that say which generated kernel runs.
-        backends: Vendor kernels to time beside it.
+        beside: Peers to time beside it.
         seed: Of the inputs.
+        on_kernel: Called before a kernel is prepared, which may compile it, with its problem and name.
         on_row: Called after each row.
     """
     here = Here(device=device, environment=environment(device))
     rows = []
     for problem in grid.problems():
-        row = _row(problem, here, table, backends, seed)
+        row = _row(problem, here, table, beside, seed, on_kernel)
         on_row(row)
         rows.append(row)
     return rows
 
 
-def _row(problem: Problem, here: Here, table: Table, backends: Sequence[str], seed: int) -> Row:
+def _row(
+    problem: Problem, here: Here, table: Table, beside: Peers, seed: int, on_kernel: Callable[[Problem, str], None]
+) -> Row:
     device = here.device
     cell = cell_of(problem, device)
     generated = inference_ladder(cell, here, table, VendorPolicy.NEVER)[0]
     dispatched = _dispatched(problem, here, table)
-    vendors = [v for v in catalog.vendors(cell, device) if v.structure["backend"] in backends]
-    vendors += [variant for variant in _OUTSIDERS if variant.structure.text("backend") in backends]
-    variants = list(dict.fromkeys([generated.variant, *vendors, dispatched]))
+    others = beside.variants(cell, device)
+    names = {generated.variant: GENERATED} | {variant: name for name, variant in others.items()}
+    variants = list(dict.fromkeys([*names, dispatched]))
+
+    def tell(variant: Variant) -> None:
+        on_kernel(problem, names.get(variant, str(variant)))
+
     with device_lock(device):
-        timed = dict(zip(variants, time_together(problem, device, variants, seed), strict=True))
+        timed = dict(
+            zip(variants, time_together(problem, device, variants, seed, agree=True, on_variant=tell), strict=True)
+        )
     return Row(
         problem=problem,
         generated=timed[generated.variant],
         tier=generated.tier,
         dispatched=timed[dispatched],
-        vendors={vendor.structure.text("backend"): timed[vendor] for vendor in vendors},
+        vendors={name: timed[variant] for name, variant in others.items()},
     )
 
 
@@ -209,15 +231,38 @@ def _dispatched(problem: Problem, here: Here, table: Table) -> Variant:
 
 
 def time_together(
-    problem: Problem, device: Device, variants: Sequence[Variant], seed: int, *, min_ms: float = 100.0
+    problem: Problem,
+    device: Device,
+    variants: Sequence[Variant],
+    seed: int,
+    *,
+    min_ms: float = 100.0,
+    agree: bool = False,
+    on_variant: Callable[[Variant], None] | None = None,
 ) -> list[Timed]:
-    """Time several kernels on one problem in turns, so that clocks and heat are the same for all."""
+    """Time several kernels on one problem in turns, so that clocks and heat are the same for all.
+
+    Args:
+        problem: What they compute.
+        device: Where.
+        variants: Which.
+        seed: Of the inputs, which are the same for all.
+        min_ms: Time spent in timed calls of each, on average.
+        agree: One that computes something else than the first has the reason for its result, and no time.
+        on_variant: Called before each is prepared.
+    """
 
     def maker(variant: Variant) -> Callable[[], Call]:
-        return lambda: make_call(_executable(problem, variant, device), problem, device, seed=seed)
+        def make() -> Call:
+            if on_variant is not None:
+                on_variant(variant)
+            return make_call(peers.executable(problem, variant, device), problem, device, seed=seed)
+
+        return make
 
     timed = []
-    measured = time_calls([maker(variant) for variant in variants], device, min_ms=min_ms)
+    compare = functools.partial(disagreement, problem) if agree else None
+    measured = time_calls([maker(variant) for variant in variants], device, min_ms=min_ms, compare=compare)
     for variant, (measurement, reason) in zip(variants, measured, strict=True):
         speed = None if measurement is None else tflops(problem, measurement.median_us)
         timed.append(Timed(variant=variant, measurement=measurement, tflops=speed, reason=reason))
@@ -225,126 +270,48 @@ def time_together(
 
 
 def time_calls(
-    makers: Sequence[Callable[[], Call]], device: Device, *, min_ms: float = 100.0
+    makers: Sequence[Callable[[], Call]],
+    device: Device,
+    *,
+    min_ms: float = 100.0,
+    compare: Callable[[Any, Any], str | None] | None = None,
 ) -> list[tuple[Measurement | None, str]]:
-    """Time calls in turns: a measurement of each, or None and the reason why it cannot be made or fails."""
+    """Time calls in turns: a measurement of each, or None and the reason why it cannot be made or fails.
+
+    Args:
+        makers: Each makes a call, which is made once before any is timed.
+        device: Where they run.
+        min_ms: Time spent in timed calls of each, on average.
+        compare: Of what a call and the first one give: why the call is not timed, or None.
+    """
     calls: list[Call] = []
     reasons: list[str] = []
-    for make in makers:
+    first: object = None
+    for index, make in enumerate(makers):
+        call, reason = None, ""
         try:
             call = make()
-            call()
-        except Exception as error:
-            # A kernel may fail in any way that torch, Triton or the driver has: it is a cell without a number.
-            reasons.append(f"{type(error).__name__}: {error}")
-            continue
-        reasons.append("")
-        calls.append(call)
-    measured = iter(interleaved(calls, device, run=uuid.uuid4().hex[:12], min_ms=min_ms) if calls else [])
+            made = call()
+            if index == 0:
+                first = made
+            elif compare is not None and first is not None:
+                reason = compare(made, first) or ""
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            # A kernel may fail in any way that torch, Triton, another's compiler (which may raise what is no Exception)
+            # or the driver has: it is a cell without a number.
+            reason = _words(error)
+        reasons.append(reason)
+        if call is not None and not reason:
+            calls.append(call)
+    try:
+        measured = iter(interleaved(calls, device, run=uuid.uuid4().hex[:12], min_ms=min_ms) if calls else [])
+    except Exception as error:
+        # Whose fault it is cannot be told: the row has no numbers, and the other rows keep theirs.
+        return [(None, reason or f"when timed: {_words(error)}") for reason in reasons]
     return [(None if reason else next(measured), reason) for reason in reasons]
 
 
-def _executable(problem: Problem, variant: Variant, device: Device) -> Executable:
-    outsider = _OUTSIDERS.get(variant)
-    return bind(Form.of(problem), variant, device) if outsider is None else outsider()
-
-
-def row_json(row: Row) -> dict[str, Json]:
-    """A row for machines."""
-    problem = row.problem
-    return {
-        "pass": problem.op.value,
-        "dtype": problem.dtype.value,
-        "mask": problem.mask.value,
-        "features": features_text(problem.features),
-        "head_dim": problem.head_dim,
-        "batch": problem.batch,
-        "heads": problem.heads,
-        "seqlen": problem.seqlen_q,
-        "tier": row.tier.value,
-        "ratio": row.ratio,
-        "dispatched_ratio": row.dispatched_ratio,
-        "generated": timed_json(row.generated),
-        "dispatched": timed_json(row.dispatched),
-        "vendors": {backend: timed_json(timed) for backend, timed in row.vendors.items()},
-    }
-
-
-def timed_json(timed: Timed) -> dict[str, Json]:
-    """One kernel of a row for machines."""
-    measured = timed.measurement
-    return {
-        "variant": timed.variant.to_dict(),
-        "tflops": timed.tflops,
-        "median_us": None if measured is None else measured.median_us,
-        "p20_us": None if measured is None else measured.p20_us,
-        "p80_us": None if measured is None else measured.p80_us,
-        "reason": timed.reason,
-    }
-
-
-def row_columns(backends: Sequence[str]) -> list[Column]:
-    """Of the long table, one row for each problem."""
-    names = ("pass", "mask", "D", "S", "generated", *backends, "ratio")
-    return [Column(title=name, numeric=index >= 2) for index, name in enumerate(names)] + [Column(title="kernel")]
-
-
-def row_cells(row: Row, backends: Sequence[str]) -> list[str]:
-    """The cells of a row of the long table."""
-    problem = row.problem
-    speeds = [row.generated, *(row.vendors.get(backend) for backend in backends)]
-    return [
-        problem.op.value,
-        _mask(problem),
-        str(problem.head_dim),
-        str(problem.seqlen_q),
-        *(_speed(one) for one in speeds),
-        "-" if row.ratio is None else f"{row.ratio:.2f}",
-        f"{row.generated.variant} ({row.tier.value})",
-    ]
-
-
-def pivot(rows: Sequence[Row], backends: Sequence[str]) -> tuple[list[Column], list[list[str]]]:
-    """The short table of the README: lengths across, one row for each pass, mask and head dimension."""
-    seqlens = sorted({row.problem.seqlen_q for row in rows})
-    columns = [Column(title="pass"), Column(title="mask"), Column(title="D", numeric=True)]
-    columns += [Column(title=f"S={seqlen}", numeric=True) for seqlen in seqlens]
-    lines: dict[tuple[str, str, int], dict[int, str]] = {}
-    for row in rows:
-        problem = row.problem
-        speeds = [_speed(one) for one in (row.generated, *(row.vendors.get(backend) for backend in backends))]
-        line = lines.setdefault((problem.op.value, _mask(problem), problem.head_dim), {})
-        line[problem.seqlen_q] = " / ".join(speeds)
-    return columns, [
-        [op, mask, str(head_dim), *(line.get(seqlen, "-") for seqlen in seqlens)]
-        for (op, mask, head_dim), line in lines.items()
-    ]
-
-
-def summary(rows: Sequence[Row], backends: Sequence[str]) -> list[str]:
-    """How fast what ran is in units of each peer, and of the fastest one of each row: geometric mean and lowest."""
-    lines = []
-    for op in dict.fromkeys(row.problem.op for row in rows):
-        of_pass = [row for row in rows if row.problem.op is op]
-        ratios = {f"generated to {name}": [row.ratio_to(name) for row in of_pass] for name in backends}
-        ratios["generated to the fastest of them"] = [row.ratio for row in of_pass]
-        ratios["attention() to the fastest of them"] = [row.dispatched_ratio for row in of_pass]
-        for what, some in ratios.items():
-            known = [ratio for ratio in some if ratio is not None]
-            if known:
-                mean = statistics.geometric_mean(known)
-                lines.append(
-                    f"{op.value}: {what}, {len(known)} rows: geometric mean {mean:.3f}, lowest {min(known):.2f}"
-                )
-    return lines
-
-
-def _mask(problem: Problem) -> str:
-    """The mask with the features, such as ``causal+softcap``."""
-    return "+".join([problem.mask.value, *(feature.value for feature in problem.features)])
-
-
-def _speed(timed: Timed | None) -> str:
-    if timed is None or timed.tflops is None:
-        return "-"
-    return f"{timed.tflops:.0f}" if timed.tflops >= 10 else f"{timed.tflops:.3f}"
+def _words(error: BaseException) -> str:
+    return str(error) if isinstance(error, NoKernelError) else f"{type(error).__name__}: {error}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -76,6 +76,32 @@ def _configure_log(verbose: int) -> None:
     logger.setLevel(level)
     if not logger.handlers:
         logger.addHandler(RichHandler(console=Console(stderr=True), show_path=False, show_time=False))
+
+
+class Retold(click.Command):
+    """A command that knows with which options it was given, for results that say what made them."""
+
+    _words = "autoflash.words"
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """As click does, which keeps nothing but values."""
+        given, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        words: dict[str, list[str]] = {}
+        for parameter in dict.fromkeys(order):
+            name = str(parameter.name)
+            value = given[name]
+            if isinstance(value, bool):
+                words[name] = [parameter.opts[0] if value else parameter.secondary_opts[0]]
+            else:
+                values = value if isinstance(value, list) else [value]
+                words[name] = [word for one in values for word in (parameter.opts[0], str(one))]
+        ctx.meta[self._words] = words
+        return super().parse_args(ctx, args)
+
+    @classmethod
+    def words(cls, ctx: click.Context, *, leave_out: Container[str] = ()) -> list[str]:
+        """The options of this call as they would be written again, without those of these parameters."""
+        return [word for name, some in ctx.meta[cls._words].items() if name not in leave_out for word in some]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

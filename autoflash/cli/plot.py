@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from autoflash.cli import plot_blocks, plot_systems
+from autoflash.cli import peers, plot_blocks, plot_systems
 from autoflash.cli.options import Common, common_options
 from autoflash.cli.output import print_json
 from autoflash.cli.plot_panels import Panel, scale_lengths, small_multiples
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# What made a results file, and where in it the results are.
+# What made a results file, before the options that narrowed it, and where in it the results are.
 _RESULTS = {
-    "autoflash bench": "rows",
     plot_blocks.COMMAND: "rows",
     plot_systems.COMMAND: "problems",
+    "autoflash bench": "rows",
 }
 FORMATS = (".svg", ".png", ".pdf")
 
@@ -31,7 +31,7 @@ Curves = dict[str, dict[int, float]]
 """TFLOP/s by sequence length, for each kernel by name; the generated one first."""
 
 # Colours that people with any kind of colour vision tell apart (Okabe and Ito, https://jfly.uni-koeln.de/color/).
-_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00")
+_COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _PANEL_INCHES = (3.2, 2.3)
 
 
@@ -81,7 +81,7 @@ def panels_of(rows: list[dict[str, Any]]) -> dict[Panel, Curves]:
     for row in rows:
         mask = "+".join([row["mask"], *filter(None, row["features"].split(","))])
         curves = panels.setdefault((row["pass"], mask, row["head_dim"]), {})
-        for name, timed in (("generated", row["generated"]), *((f"SDPA {n}", t) for n, t in row["vendors"].items())):
+        for name, timed in (("generated", row["generated"]), *((peers.title(n), t) for n, t in row["vendors"].items())):
             if timed["tflops"] is not None:
                 curves.setdefault(name, {})[row["seqlen"]] = timed["tflops"]
     return panels
@@ -134,9 +134,8 @@ def _read(results: Path) -> dict[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise click.ClickException(f"{results} is no JSON: {error}") from error
     command = str(report.get("command", "")) if isinstance(report, dict) else ""
-    # Behind it come the options that narrowed it.
-    command = plot_systems.COMMAND if command.startswith(plot_systems.COMMAND) else command
-    found = report.get(_RESULTS.get(command, "")) if command else None
+    kind = next((known for known in _RESULTS if f"{command} ".startswith(f"{known} ")), None)
+    found = report.get(_RESULTS[kind]) if kind else None
     if not found:
         raise click.ClickException(f"{results} is no results file; `autoflash bench --out DIR` writes one")
     return dict(report)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from autoflash.evaluate.peer import Attend, Peer
 from autoflash.problem import Alignment, Feature, MaskTensor, Pass, Problem
-from autoflash.runtime.executable import NO_EXTRAS, BackwardCall, Extras, ForwardCall
+from autoflash.runtime.executable import Extras
 from autoflash.variant import Choices, Family, Variant
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class FlexAttention(Peer):
     """Torch's flex_attention, compiled for each problem, with its block mask made ahead."""
 
     variant = FLEX
+    compiles = True
 
     def __init__(self, *, compiled: bool = True) -> None:
         """Compile nothing yet.
@@ -70,43 +71,10 @@ class FlexAttention(Peer):
             return "flex_attention is compared on GPUs: on a CPU it has no backward when compiled"
         return None
 
-    def is_loaded(self, problem: Problem, *tensors: Tensor, extras: Extras = NO_EXTRAS) -> bool:
-        """False: each problem is compiled anew."""
-        return False
-
-    def prepare_forward(
-        self, problem: Problem, q: Tensor, k: Tensor, v: Tensor, scale: float, extras: Extras = NO_EXTRAS
-    ) -> ForwardCall:
-        """Make the block mask and compile.
-
-        Raises:
-            NoKernelError: where :meth:`why_not` has something to say.
-        """
-        call = super().prepare_forward(problem, q, k, v, scale, extras)
-        with _room_to_compile():
-            call(q, k, v)
-        return call
-
-    def prepare_backward(
-        self,
-        problem: Problem,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        dout: Tensor,
-        scale: float,
-        extras: Extras = NO_EXTRAS,
-    ) -> BackwardCall:
-        """Likewise of both passes.
-
-        Raises:
-            NoKernelError: where :meth:`why_not` has something to say.
-        """
-        call = super().prepare_backward(problem, q, k, v, out, dout, scale, extras)
-        with _room_to_compile():
-            call(q, k, v, out, torch.empty(0), dout)
-        return call
+    def compiling(self) -> AbstractContextManager[None]:
+        """Torch's limits of how often a function is compiled, lifted."""
+        limits = {"recompile_limit": _MOST_COMPILED, "accumulated_recompile_limit": _MOST_COMPILED}
+        return torch._dynamo.config.patch(limits)  # type: ignore[no-any-return]  # torch does not type it
 
     def attend(self, problem: Problem, q: Tensor, scale: float, extras: Extras) -> Attend:
         """flex_attention with everything bound but q, k and v."""
@@ -121,11 +89,6 @@ class FlexAttention(Peer):
             scale=scale,
             enable_gqa=problem.group > 1,
         )
-
-
-def _room_to_compile() -> AbstractContextManager[None]:
-    limits = {"recompile_limit": _MOST_COMPILED, "accumulated_recompile_limit": _MOST_COMPILED}
-    return torch._dynamo.config.patch(limits)  # type: ignore[no-any-return]  # torch does not type it
 
 
 def _modifier(problem: Problem, extras: Extras) -> _Modifier | None:

@@ -175,6 +175,11 @@ class Vendor:
         return None if able(asked) else f"torch's {self._name} backend refuses such tensors on this device"
 
 
+def cudnn_version() -> str:
+    """As torch writes it, such as ``91900`` for 9.19; empty where torch has no cuDNN."""
+    return str(torch.backends.cudnn.version() or "")  # type: ignore[no-untyped-call]  # torch does not type it
+
+
 def forward_without_lse(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> ForwardCall:
     """A call of a function of torch's that allocates its output and has no LSE; nothing is kept for a backward."""
 

@@ -9,10 +9,11 @@ from typing import Any
 import click
 import pytest
 
-from autoflash.cli import bench, bench_grid, bench_sweep
+from autoflash.cli import bench, bench_grid, bench_report, bench_sweep
 from autoflash.cli.application import main
 from autoflash.cli.bench_grid import Row, Timed
 from autoflash.cli.bench_sweep import Sweep
+from autoflash.cli.peers import Peers
 from autoflash.problem import Mask, Pass, Problem
 from autoflash.trial import Tier
 from autoflash.variant import Family
@@ -77,8 +78,8 @@ def test_a_window_that_only_some_lengths_have_is_in_the_name_of_the_results(
 def test_tables_name_the_features() -> None:
     row = _row(make_problem(mask=Mask.CAUSAL).replace(softcap=30.0), 300.0)
 
-    assert bench_grid.row_cells(row, ())[1] == "causal+softcap"
-    assert bench_grid.pivot([row], ())[1][0][1] == "causal+softcap"
+    assert bench_report.row_cells(row, Peers(names=()))[1] == "causal+softcap"
+    assert bench_report.pivot([row], ())[1][0][1] == "causal+softcap"
 
 
 def test_a_ratio_is_to_the_fastest_vendor_kernel() -> None:
@@ -94,7 +95,7 @@ def test_the_summary_has_generated_kernels_and_what_attention_runs() -> None:
         _row(make_problem(op=Pass.BACKWARD), None, cudnn=200.0),
     ]
 
-    assert bench_grid.summary(rows, ("cudnn", "flash")) == [
+    assert [str(line) for line in bench_report.summary(rows, ("cudnn", "flash"))] == [
         "forward: generated to cudnn, 2 rows: geometric mean 1.000, lowest 0.50",
         "forward: generated to flash, 1 rows: geometric mean 0.750, lowest 0.75",
         "forward: generated to the fastest of them, 2 rows: geometric mean 1.000, lowest 0.50",
@@ -136,7 +137,7 @@ def test_the_short_table_has_lengths_across() -> None:
         _row(make_problem(head_dim=128, seqlen_q=1024), 550.0, cudnn=640.0, flash=500.0),
     ]
 
-    columns, lines = bench_grid.pivot(rows, ("cudnn", "flash"))
+    columns, lines = bench_report.pivot(rows, ("cudnn", "flash"))
 
     assert [column.title for column in columns] == ["pass", "mask", "D", "S=512", "S=1024"]
     assert lines == [["forward", "full", "128", "512 / 600 / -", "550 / 640 / 500"]]

@@ -68,7 +68,7 @@ def test_a_table_has_a_line_for_each_share(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    "option", [["--systems"], ["--exhaustive"], ["--overhead"], ["--flex"], ["--readme", __file__]]
+    "option", [["--systems"], ["--exhaustive"], ["--overhead"], ["--flex"], ["--peers", "flex"], ["--readme", __file__]]
 )
 def test_it_is_a_run_of_its_own(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, *option, "--device", "cpu"]) == 2

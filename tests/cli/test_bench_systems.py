@@ -148,7 +148,7 @@ def test_counted_bytes_stand_beside_those_of_the_model(
     (file,) = tmp_path.glob("systems-*.json")
     report = json.loads(file.read_text())
     rows = {row["system"]: row for row in report["problems"][0]["systems"]}
-    assert report["command"] == "autoflash bench --systems --dram --quick --pass forward --seqlen 128 --full"
+    assert report["command"] == "autoflash bench --systems --quick --seqlen 128 --full --pass forward --dram"
     # The second of the two ranges of a call drives out what the first has written.
     assert (rows["Rabe-Staats"]["dram_read_bytes"], rows["Rabe-Staats"]["dram_write_bytes"]) == (3000, 2 + 3)
     assert (rows["SDPA math"]["dram_read_bytes"], rows["SDPA math"]["dram_reason"]) == (None, "it does not fit")
@@ -156,7 +156,7 @@ def test_counted_bytes_stand_beside_those_of_the_model(
     assert "2.93 KiB" in text
     assert "it does not fit" in text
     tables = file.with_suffix(".md").read_text()
-    assert "`autoflash bench --systems --dram --quick --pass forward --seqlen 128 --full` remakes it" in tables
+    assert "`autoflash bench --systems --quick --seqlen 128 --full --pass forward --dram` remakes it" in tables
     assert f"| forward | full | 64 | SDPA flash | - / {(7000 + 6 + 7) / 1024:.2f} KiB |" in tables
 
 

@@ -6,7 +6,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from autoflash.cli.options import Common, Duration, ProblemOptions, common_options, problem_options
+from autoflash.cli.features import Window
+from autoflash.cli.options import Common, Duration, ProblemOptions, Retold, common_options, problem_options
 from autoflash.device import CROSS_TARGETS, Device, DeviceKind
 from autoflash.problem import Alignment, DType, Feature, Mask, Pass, Problem
 
@@ -115,3 +116,19 @@ def test_an_unknown_log_level_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) 
 
     assert outcome.exit_code == 2
     assert "AUTOFLASH_LOG must be one of DEBUG" in outcome.output
+
+
+def test_a_command_retells_its_options() -> None:
+    @click.command(cls=Retold)
+    @click.option("--quick", is_flag=True)
+    @click.option("--causal/--full", default=None)
+    @click.option("--window", type=Window())
+    @click.option("--seqlen", type=int, multiple=True)
+    @click.option("--out")
+    def command(**values: object) -> None:
+        click.echo(" ".join(Retold.words(click.get_current_context(), leave_out=("out",))))
+
+    given = ["--seqlen=1", "--full", "--out", "folder", "--window", "15,0", "--seqlen", "2"]
+
+    assert CliRunner().invoke(command, given).output.strip() == "--seqlen 1 --seqlen 2 --full --window 15,0"
+    assert CliRunner().invoke(command, []).output.strip() == ""
