@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
 
 import torch
 from torch import Tensor
@@ -154,9 +155,7 @@ def scale_of(scale: float | None, head_dim: int) -> float:
     """
     if scale is None:
         return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
-    if not isinstance(scale, (int, float)) or not math.isfinite(scale):
-        raise InvalidProblemError(f"scale must be a finite number or None, got {scale!r}")
-    return float(scale)
+    return _number("scale", "a finite number or None", scale)
 
 
 def window_of(window: object) -> tuple[int, int]:
@@ -171,11 +170,11 @@ def window_of(window: object) -> tuple[int, int]:
         raise InvalidProblemError(f"window must be a pair (left, right) or None, got {window!r}")
     left, right = (UNBOUNDED if bound is None else bound for bound in window)
     for bound in (left, right):
-        if isinstance(bound, bool) or not isinstance(bound, int) or bound < UNBOUNDED:
+        if isinstance(bound, bool) or not isinstance(bound, (int, Integral)) or bound < UNBOUNDED:
             raise InvalidProblemError(
                 f"each side of window must be None, -1 (both unbounded) or a number of keys from 0 on, got {window!r}"
             )
-    return left, right
+    return int(left), int(right)
 
 
 def softcap_of(softcap: object) -> float:
@@ -186,9 +185,7 @@ def softcap_of(softcap: object) -> float:
     """
     if softcap is None:
         return 0.0
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0.0 <= softcap < math.inf:
-        raise InvalidProblemError(f"softcap must be a finite number from 0 (none) on, got {softcap!r}")
-    return float(softcap)
+    return _number("softcap", "a finite number from 0 (none) on", softcap, 0.0)
 
 
 def dropout_of(dropout_p: object) -> float:
@@ -197,9 +194,23 @@ def dropout_of(dropout_p: object) -> float:
     Raises:
         InvalidProblemError: for anything but a number from 0 on and below 1.
     """
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or not 0.0 <= dropout_p < 1.0:
-        raise InvalidProblemError(f"dropout_p must be a number from 0 on and below 1, got {dropout_p!r}")
-    return float(dropout_p)
+    return _number("dropout_p", "a number from 0 on and below 1", dropout_p, 0.0, 1.0)
+
+
+def _number(name: str, words: str, value: object, least: float = -math.inf, below: float = math.inf) -> float:
+    """A finite number, of Python or of numpy, from ``least`` on and below ``below``.
+
+    Raises:
+        InvalidProblemError: for anything else.
+    """
+    if not isinstance(value, bool) and isinstance(value, (int, float, Real)):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number) and least <= number < below:
+            return number
+    raise InvalidProblemError(f"{name} must be {words}, got {value!r}")
 
 
 def draw_rng(like: Tensor) -> Tensor:
@@ -229,10 +240,12 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
         # For check_tensors to refuse.
         return None
     kind = query.device.type
-    if not torch.is_autocast_enabled(kind):
+    # Of a meta tensor, torch refuses to say.
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return None
     dtype = torch.get_autocast_dtype(kind)
-    q, k, v = (x if x.dtype is torch.float64 else x.to(dtype) for x in (query, key, value))
+    # Others are for check_tensors to refuse.
+    q, k, v = (x.to(dtype) if x.dtype in DTYPES else x for x in (query, key, value))
     return q, k, v
 
 
@@ -269,13 +282,16 @@ def check_tensors(query: Tensor, key: Tensor, value: Tensor, layout: str = "bhsd
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise InvalidProblemError(f"{name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            raise UnsupportedError(
+                f"{name} must be a dense strided tensor, got layout {tensor.layout}"
+                f"{' (nested)' if tensor.is_nested else ''}: packed sequences go to autoflash.attention_varlen"
+            )
         if tensor.ndim != len(layout):
             names = ", ".join(layout.upper())
             raise InvalidProblemError(
                 f"{name} must have {len(layout)} dimensions ({names}), got shape {tuple(tensor.shape)}"
             )
-        if tensor.is_sparse or tensor.is_nested:
-            raise UnsupportedError(f"{name} must be a dense strided tensor")
     if not query.dtype == key.dtype == value.dtype:
         raise InvalidProblemError(
             f"query, key and value must have one dtype, got {query.dtype}, {key.dtype} and {value.dtype}: "

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from autoflash.arguments import (
+    Options,
     autocast,
     check_layout,
     check_tensors,
@@ -23,6 +25,7 @@ from autoflash.arguments import (
     wants_tf32,
     window_of,
 )
+from autoflash.autograd import NO_FORWARD_MODE
 from autoflash.calls import Pair
 from autoflash.errors import UnsupportedError
 from autoflash.extras import (
@@ -166,24 +169,40 @@ def attention(
     if deterministic is None:
         deterministic = _is_deterministic()
     how = (causal, scale, layout, return_lse, deterministic, vendor, training)
-    known = None
-    is_aligned = not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
-    if is_aligned:
-        for fits, prepared in _LANES.get(how, ()):
-            if fits(query, key, value):
-                known = prepared
-                break
+    known = call = None
+    try:
+        is_aligned = not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
+        if is_aligned:
+            for fits, prepared in _LANES.get(how, ()):
+                if fits(query, key, value):
+                    known = prepared
+                    break
+        if known is None:
+            tf32 = query.dtype is torch.float32 and wants_tf32(query)
+            call = call_key(query, key, value, *how, tf32)
+            known = _PREPARED.get(call)
+            if known is not None and is_aligned and query.dtype is not torch.float32:
+                # Of float32, the key holds a setting of torch's that may change.
+                CALLS.count(how, known, query, key, value)
+    except (RuntimeError, TypeError):
+        # Tensors without an address, and arguments without a hash, for the checks to refuse.
+        _plain_options(query, key, value, *how)
+        raise
     if known is None:
-        tf32 = query.dtype is torch.float32 and wants_tf32(query)
-        call = call_key(query, key, value, *how, tf32)
-        known = _PREPARED.get(call)
-        if known is not None and is_aligned and query.dtype is not torch.float32:
-            # Of float32, the key holds a setting of torch's that may change.
-            CALLS.count(how, known, query, key, value)
-    if known is None:
-        check_layout(layout)
-        check_tensors(query, key, value, layout)
-        options = options_of(query, causal, scale, return_lse, deterministic, vendor, training)
+        options = _plain_options(query, key, value, *how)
+        if query.is_meta:
+            return _in_full(
+                query,
+                key,
+                value,
+                causal=causal,
+                scale=scale,
+                layout=layout,
+                return_lse=return_lse,
+                deterministic=deterministic,
+                vendor=vendor,
+            )
+        assert call is not None
         _, (out, lse) = CALLS.first(call, *heads_first(query, key, value, layout), options)
     elif layout == "bshd":
         out, lse = known.run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2))
@@ -269,6 +288,24 @@ def attention_varlen(
     return (out, lse.squeeze(0)) if return_lse else out
 
 
+def _plain_options(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool | str,
+    scale: float | None,
+    layout: str,
+    return_lse: bool,
+    deterministic: bool,
+    vendor: str | None,
+    training: bool,
+) -> Options:
+    """The checked arguments of a plain call, for tensors of its layout."""
+    check_layout(layout)
+    check_tensors(query, key, value, layout)
+    return options_of(query, causal, scale, return_lse, deterministic, vendor, training)
+
+
 def _is_special(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether somebody traces, transforms or subclasses: then a call is more than its kernel."""
     return (
@@ -278,7 +315,20 @@ def _is_special(query: Tensor, key: Tensor, value: Tensor) -> bool:
         or type(value) not in _PLAIN
         or _functorch_level() is not None
         or bool(_dispatch_modes())
+        or forward_ad._current_level >= 0
     )
+
+
+def _refuse_tangents(*tensors: Tensor | None) -> None:
+    """Kernels know nothing of forward-mode derivatives: what they give would have none, silently.
+
+    Raises:
+        UnsupportedError: where a tensor has a tangent.
+    """
+    if forward_ad._current_level < 0:
+        return
+    if any(tensor is not None and forward_ad.unpack_dual(tensor)[1] is not None for tensor in tensors):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        raise UnsupportedError(NO_FORWARD_MODE)
 
 
 def _in_full(
@@ -287,22 +337,22 @@ def _in_full(
     value: Tensor,
     *,
     causal: bool | str,
-    window: object,
-    mask: object,
-    bias: object,
-    alibi_slopes: object,
-    softcap: object,
-    sinks: object,
-    score_mod: object,
-    mask_mod: object,
-    score_params: object,
-    block_mask: object,
-    dropout_p: object,
     scale: float | None,
     layout: str,
     return_lse: bool,
     deterministic: bool | None,
     vendor: str | None,
+    window: object = None,
+    mask: object = None,
+    bias: object = None,
+    alibi_slopes: object = None,
+    softcap: object = None,
+    sinks: object = None,
+    score_mod: object = None,
+    mask_mod: object = None,
+    score_params: object = None,
+    block_mask: object = None,
+    dropout_p: object = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with features, or for whoever traces or transforms the call."""
     check_layout(layout)
@@ -361,13 +411,15 @@ def _run(
     training = asks_for_gradients(q, k, v, extras)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    if _is_special(q, k, v):
+    if _is_special(q, k, v) or q.is_meta:
         operator: Callable[..., Pair] = torch.ops.autoflash.attention_forward
         if not torch.compiler.is_compiling() and _functorch_level() is not None:
             if score_mod or mask_mod:
                 name = "score_mod" if score_mod else "mask_mod"
                 raise UnsupportedError(f"{name} under the transforms of torch.func is not built: use torch.autograd")
             operator = Transformable.apply
+        else:
+            _refuse_tangents(q, k, v, *extras.flat)
         how: tuple[object, ...] = (
             scale_of(scale, q.shape[3]),
             mask_of(causal),

@@ -6,30 +6,27 @@ a later call costs one dictionary lookup.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from autoflash.arguments import Options, problem_of_tensors
+from autoflash.autograd import Recorded
 from autoflash.dispatch.ladder import Candidate, VendorPolicy
-from autoflash.dispatch.resolve import Resolution, Resolver
+from autoflash.dispatch.resolve import BlamelessError, Resolution, Resolver
 from autoflash.dispatch.table import Table
 from autoflash.errors import UnsupportedError
 from autoflash.problem import Pass, Problem
 from autoflash.runtime.executable import (
     NO_EXTRAS,
     NO_TERMS,
-    SINGLE,
-    SINGLE_TERMS,
     BackwardCall,
     Executable,
     Extras,
     ForwardCall,
     TermGradients,
-    unwritten_params,
 )
 from autoflash.runtime.trivial import empty_backward, fill_empty
 from autoflash.trial import Level, Verification
@@ -48,7 +45,6 @@ _MOST_WAYS = 256
 # A lane takes as long to make as it saves in two calls.
 _CALLS_TO_A_LANE = 8
 _ALLOCATE: tuple[None, None, None] = (None, None, None)
-_is_autocast_on = torch._C._is_any_autocast_enabled
 # Made for torch.compile, part of torch's core; without it every call is found by its key.
 _guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
@@ -68,11 +64,12 @@ class Prepared:
         run: Takes q, k, v of layout [B, H, S, D] and, where the problem has some, its extras; gives out and LSE,
             differentiable where options say training.
         forward: Runs without autograd.
+        options: What it was prepared for.
         resolution: How the kernel was chosen; None where there is nothing to compute.
         found: How often it was found by its key.
     """
 
-    __slots__ = ("_backwards", "_ladder", "_options", "_problem", "_resolver", "forward", "found", "resolution", "run")
+    __slots__ = ("_backwards", "_ladder", "_problem", "_resolver", "forward", "found", "options", "resolution", "run")
 
     def __init__(self, resolver: Resolver, options: Options, forward: ForwardCall, extras: Extras) -> None:
         self.forward = forward
@@ -80,7 +77,7 @@ class Prepared:
         self.resolution: Resolution | None = None
         self.found = 0
         self._resolver = resolver
-        self._options = options
+        self.options = options
         self._problem: Problem | None = None
         self._ladder: tuple[Candidate, ...] = ()
         self._backwards: dict[tuple[object, ...], tuple[BackwardCall, Resolution]] = {}
@@ -121,7 +118,7 @@ class Prepared:
             extras: Those of the forward.
             terms: Gradients of extras to fill.
         """
-        if _has_no_work(q, k, self._options):
+        if _has_no_work(q, k, self.options):
             dq, dk, dv = into or _ALLOCATE
             return empty_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, extras, terms)
         if self._problem is None:
@@ -138,7 +135,7 @@ class Prepared:
     def differentiable(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras = NO_EXTRAS) -> Pair:
         """The forward pass, recorded for autograd."""
         flat = () if extras is NO_EXTRAS else extras.flat
-        pair: Pair = _Attention.apply(q, k, v, self, *flat)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        pair: Pair = Recorded.apply(q, k, v, self, *flat)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return pair
 
     def _with_extras(self, q: Tensor, k: Tensor, v: Tensor, extras: Extras) -> Pair:
@@ -170,7 +167,7 @@ class Prepared:
         extras: Extras,
         terms: TermGradients,
     ) -> Triple:
-        problem, scale = self._problem, self._options.scale
+        problem, scale = self._problem, self.options.scale
         assert problem is not None
         dq, dk, dv = into or _ALLOCATE
 
@@ -186,81 +183,6 @@ class Prepared:
                 self._backwards.pop(next(iter(self._backwards)))
             self._backwards[key] = (call, resolution)
         return gradients
-
-
-class _Attention(torch.autograd.Function):
-    """Attention by generated kernels. Straight to the prepared calls, without the dispatcher in between.
-
-    A call without extras has none of their arguments: each costs the host a tenth of a microsecond, each way.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, prepared: Prepared, *extras: Tensor | None) -> Pair:
-        out, lse = prepared.forward(q, k, v, None, None, Extras.of_flat(extras) if extras else NO_EXTRAS)
-        ctx.save_for_backward(q, k, v, out, lse, *extras)
-        ctx.prepared = prepared
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        dout, dlse = gradients
-        q, k, v, out, lse, *extras = ctx.saved_tensors
-        if dout is None:
-            dout = torch.zeros_like(out)
-        wanted = ctx.needs_input_grad
-        given = Extras.of_flat(extras) if extras else NO_EXTRAS
-        terms = terms_of(given, wanted[_FIRST_EXTRA:])
-        arguments = (q, k, v, out, lse, dout, dlse, None, given, terms)
-        if torch.is_grad_enabled() or _is_autocast_on():
-            with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-                found = ctx.prepared.backward(*arguments)
-        else:
-            # Both at once take 7 microseconds of the host.
-            found = ctx.prepared.backward(*arguments)
-        of_terms = tuple(terms.present.values()) if terms is not NO_TERMS else ()
-        if torch.is_grad_enabled():
-            found = _Once.apply(3 + len(of_terms), *found, *of_terms, q, k, v, dout)  # type: ignore[no-untyped-call]  # torch leaves apply untyped
-            terms = _in_places(terms, found[3:])
-        dq, dk, dv = (gradient if is_wanted else None for gradient, is_wanted in zip(found[:3], wanted, strict=False))
-        if not extras:
-            return dq, dk, dv, None
-        of_params = terms.params or (None,) * len(given.params)
-        return (dq, dk, dv, None, *(getattr(terms, name, None) for name in SINGLE), *of_params)
-
-
-# Of the arguments of the function above: q, k, v and the prepared call come before them.
-_FIRST_EXTRA = 4
-
-
-def terms_of(extras: Extras, wanted: Sequence[bool]) -> TermGradients:
-    """Gradients to be written of those extras that are wanted, in the order of the extras."""
-    if not any(wanted):
-        return NO_TERMS
-    made = TermGradients.unwritten(extras, list(itertools.compress(SINGLE, wanted)))
-    return made._replace(params=unwritten_params(extras, wanted[len(SINGLE) :]))
-
-
-def _in_places(terms: TermGradients, made: Sequence[Tensor]) -> TermGradients:
-    """Others for those terms that there are."""
-    rest = iter(made)
-    single = {name: next(rest) for name in SINGLE_TERMS if getattr(terms, name) is not None}
-    return TermGradients(**single, params=tuple(None if term is None else next(rest) for term in terms.params))
-
-
-class _Once(torch.autograd.Function):
-    """Gradients that refuse, in plain words, to be differentiated again."""
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tensors[:count]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        raise UnsupportedError(
-            "the second derivative of autoflash.attention() is not built: differentiate "
-            "autoflash.reference.attention(), or torch's scaled_dot_product_attention with its math backend"
-        )
 
 
 Lane = tuple[Callable[[Tensor, Tensor, Tensor], bool], "Prepared"]
@@ -375,7 +297,15 @@ def prepare(
             prepared.train_with(problem_of_tensors(q, k, v, options, Pass.BACKWARD, extras), backwards)
             if differentiable:
                 prepared.run = prepared.differentiable
-        return prepared, prepared.run(q, k, v, *given)
+        try:
+            return prepared, prepared.run(q, k, v, *given)
+        except Exception as error:
+            if not (options.training and differentiable):
+                raise
+            # Autograd may have refused, or a hook of the caller's; the kernel is at fault if it fails alone too.
+            with torch.no_grad():
+                call(q.detach(), k.detach(), v.detach(), None, None, extras)
+            raise BlamelessError from error
 
     resolution, (prepared, result) = resolver.first_call(
         problem, candidates, (q, k, v), run, extras=extras, capturing=is_capturing(q)

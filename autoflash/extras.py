@@ -6,6 +6,7 @@ import itertools
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autoflash.arguments import DTYPES
 from autoflash.calls import Triple
@@ -112,6 +113,18 @@ def packed(query: Tensor, key: Tensor, value: Tensor) -> Triple:
     return q, k, v
 
 
+def _check_place(name: str, tensor: Tensor, query: Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise InvalidProblemError(f"{name} must be a dense strided tensor, got layout {tensor.layout}")
+    if tensor.device != query.device:
+        raise InvalidProblemError(f"{name} must be on the device of query, got {tensor.device} and {query.device}")
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether it is more than the shape of one, as a fake tensor is, and what vmap maps over."""
+    return not isinstance(tensor, FakeTensor) and not torch._C._functorch.is_batchedtensor(tensor)
+
+
 def expanded_mask(mask: object, query: Tensor, key: Tensor) -> Tensor:
     """A mask as [B, H, M, N] without a copy, for query and key of layout [B, H, S, D].
 
@@ -126,8 +139,7 @@ def expanded_mask(mask: object, query: Tensor, key: Tensor) -> Tensor:
             "mask must be bool (True takes part) or float16, bfloat16 or float32 (added to the scores), got "
             f"{mask.dtype}: use mask.bool() if its elements say which keys take part"
         )
-    if mask.device != query.device:
-        raise InvalidProblemError(f"mask must be on the device of query, got {mask.device} and {query.device}")
+    _check_place("mask", mask, query)
     if mask.requires_grad and torch.is_grad_enabled():
         raise InvalidProblemError("mask has no gradient: pass it as bias, or give mask.detach()")
     return _of_rank_4("mask", mask, query, key).detach().expand(*query.shape[:3], key.shape[2])
@@ -152,10 +164,7 @@ def checked_slopes(slopes: object, query: Tensor, batch: int) -> Tensor:
             f"alibi_slopes must be floating, of shape (H,) = ({heads},) or (B, H) = ({batch}, {heads}), got "
             f"{slopes.dtype} {tuple(slopes.shape)}"
         )
-    if slopes.device != query.device:
-        raise InvalidProblemError(
-            f"alibi_slopes must be on the device of query, got {slopes.device} and {query.device}"
-        )
+    _check_place("alibi_slopes", slopes, query)
     return slopes.to(torch.float32).contiguous().view(-1, heads)
 
 
@@ -171,8 +180,7 @@ def checked_bias(bias: object, query: Tensor, key: Tensor) -> Tensor:
         raise InvalidProblemError(f"bias must be a tensor or None, got {type(bias).__name__}")
     if bias.dtype not in DTYPES:
         raise InvalidProblemError(f"bias must be float16, bfloat16 or float32, got {bias.dtype}")
-    if bias.device != query.device:
-        raise InvalidProblemError(f"bias must be on the device of query, got {bias.device} and {query.device}")
+    _check_place("bias", bias, query)
     return _of_rank_4("bias", bias, query, key)
 
 
@@ -200,8 +208,7 @@ def checked_sinks(sinks: object, query: Tensor) -> Tensor:
             f"sinks must be floating, one for each query head: (H,) = ({query.shape[1]},), got {sinks.dtype} "
             f"{tuple(sinks.shape)}"
         )
-    if sinks.device != query.device:
-        raise InvalidProblemError(f"sinks must be on the device of query, got {sinks.device} and {query.device}")
+    _check_place("sinks", sinks, query)
     return sinks.to(torch.float32).contiguous()
 
 
@@ -224,10 +231,9 @@ def check_cu_seqlens(name: str, cu_seqlens: object, like: Tensor) -> Tensor:
         raise InvalidProblemError(
             f"{name} must be int32 or int64 of shape (sequences + 1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         )
-    if cu_seqlens.device != like.device:
-        raise InvalidProblemError(f"{name} must be on the device of query, got {cu_seqlens.device} and {like.device}")
+    _check_place(name, cu_seqlens, like)
     offsets = cu_seqlens.to(torch.int32).contiguous()
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling() and _has_values(cu_seqlens):
         values = cu_seqlens.tolist()
         if values[0] != 0 or values[-1] > like.shape[0] or any(a > b for a, b in itertools.pairwise(values)):
             raise InvalidProblemError(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autoflash import paths
 from autoflash.arguments import Options, check_tensors, policy_of, wants_tf32
+from autoflash.autograd import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
 from autoflash.calls import Calls, Pair, Prepared, Triple
 from autoflash.errors import UnsupportedError
 from autoflash.runtime.executable import (
@@ -280,6 +281,11 @@ class Transformable(torch.autograd.Function):
         """Gradients of the tensors; the options have none."""
         return _differentiate(ctx, *gradients, operator=_TransformableBackward.apply)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        """Refuse, in plain words."""
+        raise UnsupportedError(NO_FORWARD_MODE)
+
 
 class _TransformableBackward(torch.autograd.Function):
     """The backward operator likewise."""
@@ -298,6 +304,10 @@ class _TransformableBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:
         _refuse_second(ctx, *gradients)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        raise UnsupportedError(NO_FORWARD_MODE)
 
 
 def _fold(tensor: Tensor | None, dim: int | None, size: int) -> Tensor | None:
@@ -343,7 +353,7 @@ def _map(operator: Any, tensors: int) -> Any:
 
 
 def _refuse_second(ctx: Any, *gradients: Tensor) -> None:
-    raise UnsupportedError("the second derivative of autoflash.attention() is not built")
+    raise UnsupportedError(NO_SECOND_DERIVATIVE)
 
 
 for _key in ("CPU", "CUDA"):

@@ -25,6 +25,7 @@ HOMES = {
     "torch": (
         "attention.py",
         "arguments.py",
+        "autograd.py",
         "calls.py",
         "control.py",
         "ops.py",

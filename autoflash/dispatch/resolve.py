@@ -59,6 +59,10 @@ class Resolution:
         return self.candidate.variant.family is Family.VENDOR
 
 
+class BlamelessError(Exception):
+    """Carries, as its cause, what a first call raised where its kernel works: that goes to the caller as it is."""
+
+
 @dataclass(slots=True)
 class _Walk:
     """What happened on the way down one ladder."""
@@ -169,10 +173,11 @@ class Resolver:
                 continue
             try:
                 result = run(executable)
-            except torch.OutOfMemoryError:
-                # The kernel is not at fault.
-                raise
+            except BlamelessError as error:
+                raise error.__cause__ or error from None
             except Exception as error:
+                if _is_out_of_memory(error):
+                    raise
                 # Whatever a kernel of a record, a compiler or a driver throws: the call is served by the next one.
                 self._reject(cell, candidate.variant, f"{type(error).__name__}: {error}", walk)
                 continue
@@ -269,9 +274,9 @@ class Resolver:
             return True
         try:
             verification = self._verifier(executable, problem)
-        except torch.OutOfMemoryError:
-            raise
         except Exception as error:
+            if _is_out_of_memory(error):
+                raise
             # As in first_call: a kernel that nobody ran here yet may fail in any way.
             self._reject(cell, candidate.variant, f"{type(error).__name__}: {error}", walk)
             return False
@@ -332,6 +337,11 @@ def _bind(form: Form, variant: Variant, device: Device) -> Executable:
 def _describe(device: torch.device) -> Here:
     described = probe(device)
     return Here(device=described, environment=environment(described))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether memory was short: no kernel is to blame. On the CPU, torch has no type for it."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
 def _form(cell: Cell) -> Cell:

@@ -200,6 +200,9 @@ def _plant(q: Tensor, k: Tensor, problem: Problem, scale: float) -> None:
     keys = k.repeat_interleave(group, dim=1).gather(2, target[..., None].expand(-1, -1, -1, head_dim))
     strength = _before_softcap(_strength(problem), problem.softcap)
     towards = keys * (strength / (scale * (keys * keys).sum(dim=-1, keepdim=True)))
+    if problem.dtype is DType.FP16:
+        # Of one or two elements, a key may be next to nothing.
+        towards = towards.clamp(-_MOST, _MOST)
     q[planted] = towards[planted]
     if problem.softcap:
         spread = abs(scale) * math.sqrt(head_dim)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,11 @@ class BlockMask:
     block_size: int
     mask_mod: str | None = None
     params: Mapping[str, Tensor] = field(default_factory=lambda: MappingProxyType({}))
+
+    def __reduce__(self) -> tuple[Callable[..., BlockMask], tuple[dict[str, object]]]:
+        """To pickle and to copy: the view that keeps ``params`` from changing can be neither."""
+        content = {each.name: getattr(self, each.name) for each in fields(self)}
+        return _restored, (content | {"params": dict(self.params)},)
 
     @classmethod
     def from_blocks(cls, blocks: Tensor, seqlen_q: int, seqlen_k: int, block_size: int = LEAST_BLOCK) -> BlockMask:
@@ -101,6 +107,10 @@ class BlockMask:
             return pairs
         asked = modified_by(None, self.mask_mod, self.params, self.device)
         return pairs & pairs_seen(asked.mask_mod, asked.params, tuple(pairs.shape), 0, str(self.device))
+
+
+def _restored(content: dict[str, Any]) -> BlockMask:
+    return BlockMask(**content | {"params": MappingProxyType(content["params"])})
 
 
 def block_mask(

@@ -128,6 +128,8 @@ def _as_tensor(name: str, value: object, device: torch.device) -> Tensor:
         return torch.full((), value, dtype=torch.float32, device=device)
     if not isinstance(value, Tensor):
         raise InvalidProblemError(f"{name} of score_params must be a number or a tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise InvalidProblemError(f"{name} of score_params must be a dense strided tensor, got layout {value.layout}")
     if value.device != device:
         raise InvalidProblemError(f"{name} of score_params must be on the device of query, got {value.device}")
     if value.dtype is torch.bool or value.dtype.is_floating_point:

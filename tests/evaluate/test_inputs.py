@@ -290,3 +290,12 @@ def test_without_a_margin_an_allocation_ends_where_the_tensor_does() -> None:
 
     assert guarded.tensor.storage_offset() == 0
     assert guarded.tensor.untyped_storage().nbytes() == 2 * 3 * 5 * 8 * 4
+
+
+@pytest.mark.parametrize("head_dim", [1, 2])
+def test_inputs_of_the_smallest_heads_are_finite_in_half_precision(head_dim):
+    """A key of one element may be next to nothing, and what points at it would be beyond the type."""
+    for seqlen_q in range(96, 128):
+        problem = problem_of(dtype=DType.FP16, head_dim=head_dim, seqlen_q=seqlen_q, seqlen_k=203)
+
+        assert torch.isfinite(draw(problem, 1.0).q).all()
