@@ -188,13 +188,23 @@ def _families(device: Device, here: Environment) -> Iterator[Finding]:
         if family is not Family.TORCH_TILED and not here.triton:
             yield Finding(subject=subject, state="warning", text="need Triton, which is not installed")
         elif passes:
-            is_plain = not any(family in catalog.families(op, device, (Feature.WINDOW,)) for op in Pass)
-            text = " and ".join(passes) + (", of plain attention" if is_plain else "")
-            yield Finding(subject=subject, state="ok", text=text)
+            yield Finding(subject=subject, state="ok", text=" and ".join(passes) + _reach(family, device))
         else:
             gpu = "a GPU" if family is Family.TRITON else f"a GPU of {family.value.rpartition('_')[2]}"
             text = f"need {gpu}; here they can be rendered and cross-compiled, not run"
             yield Finding(subject=subject, state="note", text=text)
+
+
+def _reach(family: Family, device: Device) -> str:
+    """In words, what a family leaves to others; nothing where it does every feature."""
+    able = [
+        {feature for feature in Feature if family in catalog.families(op, device, (feature,))}
+        for op in (Pass.FORWARD, Pass.BACKWARD)
+    ]
+    if all(len(features) == len(Feature) for features in able):
+        return ""
+    forward = ", ".join(feature.value for feature in Feature if feature in able[0])
+    return ", of plain attention" + (f"; forward also with {forward}" if forward else "")
 
 
 def _records(common: Common, here: Environment) -> Iterator[Finding]:

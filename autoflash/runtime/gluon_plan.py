@@ -7,7 +7,8 @@ import math
 from autoflash.device import Device
 from autoflash.problem import Problem
 from autoflash.runtime.launch import Constant, KernelPlan, Number, NumberArgument, TensorArgument
-from autoflash.runtime.layouts import ALIGNMENT_BYTES, Operand, block_dim
+from autoflash.runtime.layouts import ALIGNMENT_BYTES, UNBOUNDED, Operand, block_dim, reach
+from autoflash.space import hopper
 from autoflash.variant import Variant
 
 CONSUMER_ROWS = 64
@@ -48,8 +49,9 @@ def why_not(problem: Problem, device: Device, operands: dict[str, Operand]) -> s
     """The precondition of the family that a call misses; None where it can run."""
     if device.arch != "sm_90":
         return f"the family is made for sm_90, the device is {device.arch}"
-    if problem.features:
-        return f"the family has no {problem.features[0].value}"
+    lacking = hopper.lacking(problem.op, problem.features)
+    if lacking:
+        return f"the {problem.op.value} of the family has no {lacking[0].value}"
     if problem.dtype.itemsize != 2:
         return f"the family computes in fp16 and bf16, not {problem.dtype.value}"
     if problem.head_dim != problem.head_dim_v:
@@ -62,6 +64,27 @@ def why_not(problem: Problem, device: Device, operands: dict[str, Operand]) -> s
         if operand.overlaps:
             return f"every element of {name} needs its own address, a stride is 0"
     return None
+
+
+def diagonals(problem: Problem) -> dict[str, int]:
+    """Which keys a query sees, by name: ``i + diagonal`` is its position, or its window goes from one to another."""
+    if not problem.has_window:
+        return {"diagonal": problem.diagonal}
+    left, right = reach(problem)
+    return {"left_diagonal": problem.diagonal - left, "right_diagonal": problem.diagonal + right}
+
+
+def _every_row_sees(problem: Problem, block_n: int) -> bool:
+    """Whether each row sees a key of the first block that its consumer visits; without a window, no other is masked."""
+    if not problem.has_window:
+        # A row block starts at a multiple of 64, which BLOCK_N is a multiple of.
+        return not problem.causal or (problem.diagonal % block_n == 0 and problem.diagonal >= 0)
+    left, right = reach(problem)
+    # The last keys of a consumer's rows, so far as they exist, stand in one block, and none is to the left of a window.
+    ends_in_one_block = right == UNBOUNDED or (
+        problem.diagonal + right >= 0 and (problem.diagonal + right) % CONSUMER_ROWS == 0
+    )
+    return ends_in_one_block and problem.diagonal + problem.seqlen_q - 1 - left < problem.seqlen_k
 
 
 def forward_plan(problem: Problem, variant: Variant, scale_sign: int = 1) -> KernelPlan:
@@ -78,8 +101,7 @@ def forward_plan(problem: Problem, variant: Variant, scale_sign: int = 1) -> Ker
         "CONSUMER_REGISTERS": REGISTERS[consumers][0],
         "PRODUCER_REGISTERS": REGISTERS[consumers][1],
         "RAGGED_N": problem.seqlen_k % block_n != 0,
-        # A row block starts at a multiple of 64, which BLOCK_N is a multiple of.
-        "EVERY_ROW_SEES": not problem.causal or (problem.diagonal % block_n == 0 and problem.diagonal >= 0),
+        "EVERY_ROW_SEES": _every_row_sees(problem, block_n),
         "SCALE_SIGN": scale_sign,
     }
     stride_multiple = ALIGNMENT_BYTES // problem.dtype.itemsize
@@ -96,7 +118,7 @@ def forward_plan(problem: Problem, variant: Variant, scale_sign: int = 1) -> Ker
         ),
         numbers=(
             *(NumberArgument(name=f"stride_o{dim}", type="i64", multiple_of=stride_multiple) for dim in "bhm"),
-            *(NumberArgument(name=name) for name in ("n_q", "n_k", "n_heads", "group", "diagonal")),
+            *(NumberArgument(name=name) for name in ("n_q", "n_k", "n_heads", "group", *diagonals(problem))),
             *(NumberArgument(name=name) for name in ("n_bh", "n_row_blocks", "n_tiles", "heads_per_section")),
             NumberArgument(name="qk_scale", type="fp32"),
         ),
@@ -131,7 +153,7 @@ def forward_numbers(problem: Problem, variant: Variant, out: Operand, scale: flo
         problem.seqlen_k,
         problem.heads,
         problem.group,
-        problem.diagonal,
+        *diagonals(problem).values(),
         problem.batch * problem.heads,
         n_tiles // (problem.batch * problem.heads),
         n_tiles,

@@ -127,7 +127,7 @@ def families(op: Pass, device: Device, features: tuple[Feature, ...] = ()) -> tu
     """
     if device.kind is DeviceKind.CPU:
         return (Family.TORCH_TILED,)
-    if device.arch == "sm_90" and not features:
+    if device.arch == "sm_90" and not hopper.lacking(op, features):
         return (Family.GLUON_SM90, Family.TRITON, Family.TORCH_TILED)
     return (Family.TORCH_TILED,) if constraint.is_left_to_torch(features) else (Family.TRITON, Family.TORCH_TILED)
 

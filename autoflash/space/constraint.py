@@ -40,8 +40,11 @@ def why_unable(variant: Variant, cell: Cell) -> str | None:
     """Why a variant's templates do not do what a cell asks for beyond plain attention; None where they do."""
     if not cell.features:
         return None
-    if variant.family in (Family.GLUON_SM90, Family.VENDOR):
+    if variant.family is Family.VENDOR:
         return f"{variant.family.value} kernels do plain attention, not {features_text(cell.features)}"
+    if variant.family is Family.GLUON_SM90:
+        lacking = hopper.lacking(cell.op, cell.features)
+        return f"the {cell.op.value} of {variant.family.value} has no {features_text(lacking)}" if lacking else None
     if variant.family is not Family.TRITON:
         return None
     if cell.op is Pass.FORWARD and variant.structure.get("loop_order") == "key_outer":

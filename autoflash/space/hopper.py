@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autoflash.problem import Cell, DType, Mask, Pass
+from autoflash.problem import Cell, DType, Feature, Mask, Pass
 from autoflash.space import softmax
 from autoflash.space.knob import Knob, Part, always
 from autoflash.trial import Resources
@@ -12,8 +12,16 @@ from autoflash.variant import Choice, Choices, Variant
 
 MAX_HEAD_DIM = 256
 
+FEATURES = {Pass.FORWARD: frozenset({Feature.WINDOW}), Pass.BACKWARD: frozenset[Feature]()}
+"""What the templates do beyond plain attention, alone and together."""
+
 _ROWS = 64
 _CONSUMERS = 2
+
+
+def lacking(op: Pass, features: tuple[Feature, ...]) -> tuple[Feature, ...]:
+    """Those of the features that the templates of a pass do not have."""
+    return tuple(feature for feature in features if feature not in FEATURES[op])
 
 
 def width(cell: Cell) -> int:

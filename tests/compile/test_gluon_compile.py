@@ -31,6 +31,7 @@ H200 = CROSS_TARGETS["sm_90"]
 NARROW = {"consumers": 3, "q_operand": "shared", "exponentials": "whole", "output": "direct", "num_stages": 4}
 WIDE = {"q_operand": "shared", "exponentials": "whole", "output": "direct", "ping_pong": "on", "BLOCK_N": 64}
 SINGLE = {"consumers": 1, "BLOCK_N": 64}
+FEATURES = ({"window_left": 255, "window_right": 100},)
 COLUMNS = {"consumer_owns": "columns"}
 SPLIT = {"loop_order": "split", "BLOCK_N2": 64, "k_stages2": 2, "v_stages2": 1}
 
@@ -80,6 +81,30 @@ def test_forward_keeps_its_registers(
     newer = 96 if variant.structure["consumers"] == 3 else 64
     spill_bytes = 0 if triton_version().startswith("3.6") else newer
     assert_tight(problem, variant, gluon_plan.forward_plan(problem, variant), registers, spill_bytes)
+
+
+@pytest.mark.skipif(not triton_version().startswith("3.6"), reason="registers are those of one release")
+@pytest.mark.parametrize("mask", list(Mask))
+@pytest.mark.parametrize(
+    ("head_dim", "changes", "spill_bytes"),
+    [
+        (64, NARROW, 0),
+        (64, {"exponentials": "whole", "rescale": "conditional"}, 0),
+        (96, SINGLE, 0),
+        (128, {}, 0),
+        (128, {"ping_pong": "on", "output": "direct"}, 0),
+        (256, WIDE, 0),
+    ],
+)
+@pytest.mark.parametrize("asked", FEATURES, ids=str)
+def test_forward_with_features_keeps_its_registers(
+    asked: dict[str, object], head_dim: int, changes: dict[str, str | int], spill_bytes: int, mask: Mask
+) -> None:
+    # Keys that do not fill their block, and rows that are guarded: the longest code that there is.
+    problem = make_problem(head_dim=head_dim, heads=8, seqlen_q=1024, seqlen_k=1037, mask=mask).replace(**asked)
+    variant = make_variant(Family.GLUON_SM90, **changes)
+
+    assert_tight(problem, variant, gluon_plan.forward_plan(problem, variant), set(), spill_bytes)
 
 
 @pytest.mark.parametrize(

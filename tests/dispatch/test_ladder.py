@@ -251,7 +251,8 @@ def test_what_cannot_do_the_features_is_not_borrowed() -> None:
         for variant in (make_variant(Family.GLUON_SM90), make_variant(loop_order="key_outer"), able)
     ]
 
-    candidates = rungs(VendorPolicy.NEVER, make_decision(choices=choices), cell=SOFTCAP, here=hopper)
+    cell = make_cell(features=(Feature.DROPOUT,))
+    candidates = rungs(VendorPolicy.NEVER, make_decision(choices=choices), cell=cell, here=hopper)
 
     assert candidates[0].variant == able
     assert tiers(candidates) == [Tier.BORROWED, Tier.DEFAULT, Tier.PORTABLE]

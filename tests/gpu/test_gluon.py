@@ -29,6 +29,7 @@ NARROW = {"consumers": 3, "q_operand": "shared", "exponentials": "whole", "outpu
 COLUMNS = {"consumer_owns": "columns"}
 SPLIT = {"loop_order": "split", "BLOCK_N2": 64, "k_stages2": 2, "v_stages2": 1}
 WIDE = {"q_operand": "shared", "exponentials": "whole", "output": "direct", "BLOCK_N": 64}
+FEATURES = ({"window_left": 255, "window_right": 100},)
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,37 @@ def test_forward_passes_the_gate(
     executable = bind(
         Form(op=Pass.FORWARD, mask=mask), make_variant(Family.GLUON_SM90, **changes, schedule=schedule), device
     )
+
+    verification = verify(executable, problem, Level.FULL, device=device)
+
+    assert verification.passed, verification.detail
+
+
+@pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16])
+@pytest.mark.parametrize("mask", list(Mask))
+@pytest.mark.parametrize(
+    ("head_dim", "changes"),
+    [
+        (64, NARROW),
+        (64, {"exponentials": "whole", "rescale": "conditional", "exp2": "polynomial"}),
+        (96, {"consumers": 1, "BLOCK_N": 64}),
+        (128, {}),
+        (128, {"ping_pong": "on", "BLOCK_N": 64}),
+        (256, WIDE),
+    ],
+)
+@pytest.mark.parametrize("asked", FEATURES, ids=str)
+def test_forward_with_features_passes_the_gate(
+    device: Device,
+    asked: dict[str, object],
+    head_dim: int,
+    changes: dict[str, str | int],
+    mask: Mask,
+    dtype: DType,
+) -> None:
+    problem = make_problem(dtype=dtype, head_dim=head_dim, batch=4, heads=8, seqlen_q=2048, mask=mask).replace(**asked)
+    schedule = "ticketed" if mask is Mask.CAUSAL else "round_robin"
+    executable = bind(Form.of(problem), make_variant(Family.GLUON_SM90, **changes, schedule=schedule), device)
 
     verification = verify(executable, problem, Level.FULL, device=device)
 
@@ -182,6 +214,30 @@ def test_random_shapes_one_after_the_other_stay_right(device: Device) -> None:
         )
         q = torch.randn(2, 4, seqlen_q, 128, device="cuda", dtype=torch.bfloat16)
         k, v = (torch.randn(2, 2, seqlen_k, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        portable = make_variant(Family.TORCH_TILED)
+
+        out, lse = prepared(problem, variant, device, [q, k, v])(q, k, v)
+
+        expected, expected_lse = prepared(problem, portable, device, [q, k, v])(q, k, v)
+        assert torch.allclose(out.float(), expected.float(), atol=2e-2)
+        assert torch.allclose(lse, expected_lse, atol=1e-3)
+
+
+@pytest.mark.parametrize("changes", [{}, {"ping_pong": "on", "BLOCK_N": 64}, {**NARROW, "ping_pong": "on"}], ids=str)
+def test_random_windows_one_after_the_other_stay_right(device: Device, changes: dict[str, str | int]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for number in range(60):
+        seqlen_q, seqlen_k, left, right = (int(x) for x in torch.randint(1, 700, (4,), generator=generator))
+        mask = list(Mask)[number % 2]
+        problem = make_problem(
+            head_dim=64, batch=2, heads=4, kv_heads=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, mask=mask
+        )
+        problem = problem.replace(window_left=left // 2, window_right=right // 2 if number % 5 else None)
+        variant = make_variant(
+            Family.GLUON_SM90, **changes, schedule="ticketed" if mask is Mask.CAUSAL else "round_robin"
+        )
+        q = torch.randn(2, 4, seqlen_q, 64, device="cuda", dtype=torch.bfloat16)
+        k, v = (torch.randn(2, 2, seqlen_k, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         portable = make_variant(Family.TORCH_TILED)
 
         out, lse = prepared(problem, variant, device, [q, k, v])(q, k, v)

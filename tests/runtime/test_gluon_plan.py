@@ -50,6 +50,28 @@ def test_without_a_causal_mask_every_row_sees_a_key() -> None:
     assert constants(make_problem(seqlen_q=250, seqlen_k=33))["EVERY_ROW_SEES"] is True
 
 
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"mask": Mask.CAUSAL, "window_left": 100}, True),
+        ({"mask": Mask.CAUSAL, "window_left": 100, "seqlen_k": 1010}, False),
+        ({"window_left": 100}, True),
+        ({"window_left": 100, "window_right": 64}, True),
+        ({"window_left": 100, "window_right": 63}, False),
+        ({"window_right": 64}, True),
+        ({"window_left": 100, "seqlen_k": 256}, True),
+        ({"window_left": 100, "window_right": 64, "seqlen_k": 256}, False),
+        ({"window_left": 800, "seqlen_k": 256, "alignment": Alignment.TOP_LEFT}, True),
+        ({"window_left": 767, "seqlen_k": 256, "alignment": Alignment.TOP_LEFT}, False),
+    ],
+    ids=str,
+)
+def test_rows_without_a_key_in_the_first_block_are_guarded(sizes: dict[str, object], expected: bool) -> None:
+    problem = make_problem(seqlen_q=1024).replace(**{"seqlen_k": 1024, **sizes})
+
+    assert constants(problem)["EVERY_ROW_SEES"] is expected
+
+
 @pytest.mark.parametrize(("seqlen_k", "expected"), [(1024, False), (1000, True), (64, True)])
 def test_keys_that_do_not_fill_their_block_are_masked(seqlen_k: int, expected: bool) -> None:
     assert constants(make_problem(seqlen_k=seqlen_k))["RAGGED_N"] is expected
@@ -85,11 +107,33 @@ def test_numbers_come_in_the_order_of_the_plan() -> None:
 
 
 @pytest.mark.parametrize(
+    ("window", "expected"),
+    [
+        ({"window_left": 3, "window_right": 5}, (-103, -95)),
+        ({"window_left": None, "window_right": 5}, (-100 - 2**30, -95)),
+        ({"window_left": 3}, (-103, -100 + 2**30)),
+        ({"window_left": 3, "mask": Mask.CAUSAL}, (-103, -100)),
+    ],
+    ids=str,
+)
+def test_a_window_is_told_by_the_diagonals_of_its_edges(window: dict[str, object], expected: tuple[int, int]) -> None:
+    problem = make_problem(seqlen_q=300, seqlen_k=200).replace(**window)
+    names = [argument.name for argument in gluon_plan.forward_plan(problem, FORWARD).numbers]
+
+    numbers = dict(zip(names, gluon_plan.forward_numbers(problem, FORWARD, operand(1, 2, 300, 64), 0.5), strict=True))
+
+    assert "diagonal" not in numbers
+    assert (numbers["left_diagonal"], numbers["right_diagonal"]) == expected
+
+
+@pytest.mark.parametrize(
     ("problem", "operands", "words"),
     [
         (make_problem(dtype=DType.FP32), {}, "fp16 and bf16"),
         (make_problem(head_dim=64, head_dim_v=128), {}, "must be equal"),
         (make_problem(head_dim=20), {}, "multiple of 8"),
+        (make_problem().replace(sinks=True, window_left=3), {}, "the forward of the family has no sinks"),
+        (make_problem(op=Pass.BACKWARD).replace(window_left=3), {}, "the backward of the family has no window"),
         (make_problem(), {"k": operand(1, 2, 128, 64, dense=False)}, "k needs a last stride of 1"),
         (make_problem(), {"v": Operand.planned((1, 2, 128, 64), (8192, 0, 64, 1), 2)}, "element of v"),
     ],

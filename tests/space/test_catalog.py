@@ -265,7 +265,7 @@ def test_a_mask_tensor_takes_shared_memory_beside_the_operands() -> None:
 
 
 def test_features_leave_out_the_families_that_do_plain_attention_alone() -> None:
-    asked = (Feature.SOFTCAP,)
+    asked = (Feature.ALIBI, Feature.WINDOW)
     cell = make_cell(head_dim=128, features=asked)
     hopper = catalog.search_space(cell, _H200, Family.GLUON_SM90)
 
@@ -273,7 +273,20 @@ def test_features_leave_out_the_families_that_do_plain_attention_alone() -> None
     assert catalog.families(Pass.FORWARD, CPU, asked) == (Family.TORCH_TILED,)
     assert catalog.vendors(cell, _H200) == catalog.vendors(cell, CPU) == ()
     assert hopper.variants() == []
-    assert "plain attention, not softcap" in (hopper.why_no_default() or "")
+    assert hopper.why_no_default() == "the forward of gluon_sm90 has no alibi"
+
+
+@pytest.mark.parametrize("asked", [(Feature.WINDOW,)])
+def test_the_forward_of_the_hopper_family_has_features_that_its_backward_leaves_to_triton(
+    asked: tuple[Feature, ...],
+) -> None:
+    cell = make_cell(op=Pass.BACKWARD, head_dim=128, features=asked)
+
+    assert catalog.families(Pass.FORWARD, _H200, asked)[0] is Family.GLUON_SM90
+    assert catalog.families(Pass.BACKWARD, _H200, asked)[0] is Family.TRITON
+    assert "backward of gluon_sm90 has no" in (
+        catalog.search_space(cell, _H200, Family.GLUON_SM90).why_no_default() or ""
+    )
 
 
 @pytest.mark.parametrize(("index", "is_able"), [("h, q_idx - kv_idx", True), ("q_idx, kv_idx", False)])

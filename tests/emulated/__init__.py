@@ -1,0 +1,1 @@
+"""Kernels of the Hopper family in plain Python: roles are threads, and barriers count as they do on the device."""
