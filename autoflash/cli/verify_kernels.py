@@ -58,6 +58,7 @@ FORMS: dict[str, dict[str, object]] = {
     Feature.SINKS.value: {"sinks": True},
     Feature.DROPOUT.value: {"dropout_p": 0.1},
     Feature.PARAMS_GRADIENT.value: {"score_mod": _SCORE_MOD, "params_gradient": True},
+    "softcap_window": {"mask": Mask.CAUSAL, "window_left": 127, "softcap": 20.0},
     "together": {**_SCORES, "mask_tensor": MaskTensor.FLOAT, "bias": True, "bias_gradient": True},
     "together_expressions": {
         **_SCORES,
@@ -68,7 +69,7 @@ FORMS: dict[str, dict[str, object]] = {
     "together_blocks": {**_WINDOW, "mask_mod": _NEAR, "block_size": LEAST_BLOCK, "softcap": 20.0, "sinks": True},
     "together_varlen": {**_SCORES, **_PACKED},
 }
-"""What ``--feature`` may name: each mask, each feature, and as many of them as go together."""
+"""What ``--feature`` may name: each mask, each feature, those of the Hopper family, and as many as go together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -74,6 +74,13 @@ def diagonals(problem: Problem) -> dict[str, int]:
     return {"left_diagonal": problem.diagonal - left, "right_diagonal": problem.diagonal + right}
 
 
+def scales(problem: Problem, scale: float) -> dict[str, float]:
+    """What makes scores of products q . k, by name. The sign of the scale is a constant of the kernel."""
+    if problem.softcap:
+        return {"qk_scale": problem.softcap * LOG2_E, "cap_steepness": abs(scale) / problem.softcap}
+    return {"qk_scale": abs(scale) * LOG2_E if scale else 1.0}
+
+
 def _every_row_sees(problem: Problem, block_n: int) -> bool:
     """Whether each row sees a key of the first block that its consumer visits; without a window, no other is masked."""
     if not problem.has_window:
@@ -120,7 +127,7 @@ def forward_plan(problem: Problem, variant: Variant, scale_sign: int = 1) -> Ker
             *(NumberArgument(name=f"stride_o{dim}", type="i64", multiple_of=stride_multiple) for dim in "bhm"),
             *(NumberArgument(name=name) for name in ("n_q", "n_k", "n_heads", "group", *diagonals(problem))),
             *(NumberArgument(name=name) for name in ("n_bh", "n_row_blocks", "n_tiles", "heads_per_section")),
-            NumberArgument(name="qk_scale", type="fp32"),
+            *(NumberArgument(name=name, type="fp32") for name in scales(problem, 1.0)),
         ),
         constants=tuple(sorted(constants.items())),
         num_warps=4,
@@ -158,5 +165,5 @@ def forward_numbers(problem: Problem, variant: Variant, out: Operand, scale: flo
         n_tiles // (problem.batch * problem.heads),
         n_tiles,
         min(max(1, SECTION_BYTES // bytes_per_head), problem.batch * problem.heads),
-        abs(scale) * LOG2_E if scale else 1.0,
+        *scales(problem, scale).values(),
     )

@@ -12,7 +12,7 @@ from autoflash.variant import Choice, Choices, Variant
 
 MAX_HEAD_DIM = 256
 
-FEATURES = {Pass.FORWARD: frozenset({Feature.WINDOW}), Pass.BACKWARD: frozenset[Feature]()}
+FEATURES = {Pass.FORWARD: frozenset({Feature.SOFTCAP, Feature.WINDOW}), Pass.BACKWARD: frozenset[Feature]()}
 """What the templates do beyond plain attention, alone and together."""
 
 _ROWS = 64

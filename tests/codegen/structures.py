@@ -18,6 +18,7 @@ COMBINATIONS = tuple(
     features_of(names)
     for names in (
         *(feature.value for feature in Feature if not feature.value.endswith("gradient")),
+        "softcap,window",
         "bias,bias_gradient",
         "alibi,alibi_gradient",
         "varlen,alibi,sinks,alibi_gradient",

@@ -87,6 +87,24 @@ def test_every_structure_gives_what_it_should(
         assert_right(problem, {**changes, "schedule": schedule}, seed)
 
 
+@pytest.mark.parametrize("changes", STRUCTURES, ids=str)
+@pytest.mark.parametrize("window", [{}, {"window_left": 100}], ids=str)
+def test_scores_are_capped_before_they_are_hidden(window: dict[str, int | None], changes: dict[str, Any]) -> None:
+    problem = make_problem(dtype=DType.FP16, seqlen_q=250, seqlen_k=200).replace(**window, softcap=2.0)
+
+    for seed, (mask, scale) in enumerate([(Mask.FULL, 0.25), (Mask.CAUSAL, -0.5), (Mask.FULL, 0.0)]):
+        assert_right(problem.replace(mask=mask), changes, seed, scale)
+
+
+def test_hyperbolic_tangent_has_its_digits_at_every_size() -> None:
+    problem = make_problem().replace(softcap=1.0)
+    tanh = load(problem, make_variant(Family.GLUON_SM90), Machine(0))["tanh"]
+    x = torch.cat([torch.linspace(-9.0, 9.0, 20001), torch.logspace(-30, 6, 2001), -torch.logspace(-8, 3, 501)])
+
+    for values, digits in ((x, 5e-7), (x.double(), 3e-7)):
+        torch.testing.assert_close(tanh(values).double(), torch.tanh(values.double()), rtol=digits, atol=0.0)
+
+
 # Off the borders of blocks, so that both edges of the window cross blocks behind the first.
 WINDOW = make_problem(dtype=DType.FP16, mask=Mask.CAUSAL, seqlen_q=320, seqlen_k=339).replace(window_left=100)
 

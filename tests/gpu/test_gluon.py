@@ -29,7 +29,11 @@ NARROW = {"consumers": 3, "q_operand": "shared", "exponentials": "whole", "outpu
 COLUMNS = {"consumer_owns": "columns"}
 SPLIT = {"loop_order": "split", "BLOCK_N2": 64, "k_stages2": 2, "v_stages2": 1}
 WIDE = {"q_operand": "shared", "exponentials": "whole", "output": "direct", "BLOCK_N": 64}
-FEATURES = ({"window_left": 255, "window_right": 100},)
+FEATURES: tuple[dict[str, object], ...] = (
+    {"window_left": 255, "window_right": 100},
+    {"softcap": 20.0},
+    {"softcap": 20.0, "window_left": 255, "window_right": 100},
+)
 
 
 @pytest.fixture(scope="module")

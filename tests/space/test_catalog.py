@@ -276,7 +276,7 @@ def test_features_leave_out_the_families_that_do_plain_attention_alone() -> None
     assert hopper.why_no_default() == "the forward of gluon_sm90 has no alibi"
 
 
-@pytest.mark.parametrize("asked", [(Feature.WINDOW,)])
+@pytest.mark.parametrize("asked", [(Feature.WINDOW,), (Feature.SOFTCAP,), (Feature.SOFTCAP, Feature.WINDOW)])
 def test_the_forward_of_the_hopper_family_has_features_that_its_backward_leaves_to_triton(
     asked: tuple[Feature, ...],
 ) -> None:
