@@ -324,3 +324,18 @@ def test_a_block_mask_can_be_copied_and_pickled(copied: Any) -> None:
     assert again.mask_mod == original.mask_mod
     with pytest.raises(TypeError):
         again.params["doc"] = doc
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_smallest_problems_have_gradients(n: int, head_dim: int, dtype: torch.dtype) -> None:
+    """At a first call, a kernel is verified on a problem as small, where a limit for means meets a single error."""
+    q = torch.randn(1, 1, 1, head_dim).to(dtype).requires_grad_()
+    k, v = (torch.randn(1, 1, n, head_dim).to(dtype).requires_grad_() for _ in range(2))
+
+    for causal in (False, True):
+        found = torch.autograd.grad(attend(q, k, v, causal=causal).sum(), (q, k, v))
+
+        assert all(gradient.isfinite().all() for gradient in found)
+    assert torch.allclose(found[2].sum(2).float(), torch.ones(1, 1, head_dim), atol=1e-2)
