@@ -208,7 +208,8 @@ def _number(name: str, words: str, value: object, least: float = -math.inf, belo
             number = float(value)
         except OverflowError:
             number = math.inf
-        if math.isfinite(number) and least <= number < below:
+        # Comparisons that a NaN fails, and that torch.compile knows of numbers that it traces.
+        if -math.inf < number and least <= number < below:
             return number
     raise InvalidProblemError(f"{name} must be {words}, got {value!r}")
 

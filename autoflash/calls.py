@@ -53,7 +53,8 @@ def _verify(executable: Executable, problem: Problem) -> Verification:
     from autoflash.evaluate.verify import verify  # only where something was not verified before
 
     # The yardstick of a backward pass is torch's own autograd, and a first backward comes here with it off.
-    with torch.enable_grad():
+    # It makes small tensors of its own on the CPU, whatever the caller's default device is.
+    with torch.enable_grad(), torch.device("cpu"):
         return verify(executable, problem, Level.SCREEN)
 
 

@@ -343,4 +343,7 @@ def _explain_pass(
 def _blank(like: Tensor | Sequence[int], dtype: torch.dtype, device: str | torch.device) -> Tensor:
     if isinstance(like, Tensor):
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).zero_()
-    return torch.zeros(*like, dtype=dtype, device=device)
+    is_shape = isinstance(like, Sequence) and all(isinstance(size, int) and size >= 0 for size in like)
+    if not is_shape:
+        raise InvalidProblemError(f"warmup takes tensors, or shapes such as (1, 8, 512, 64), got {like!r}")
+    return torch.zeros(tuple(like), dtype=dtype, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -99,12 +100,12 @@ def longest_of(max_seqlen_q: int | None, max_seqlen_k: int | None) -> tuple[int,
     """What the caller knows of the longest packed sequence; 0 for nothing.
 
     Raises:
-        InvalidProblemError: for a negative length.
+        InvalidProblemError: for what is no length.
     """
     for name, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if longest is not None and longest < 0:
-            raise InvalidProblemError(f"{name} must be None or not negative, got {longest}")
-    return max_seqlen_q or 0, max_seqlen_k or 0
+        if longest is not None and (not isinstance(longest, (int, Integral)) or longest < 0):
+            raise InvalidProblemError(f"{name} must be None or a whole number that is not negative, got {longest!r}")
+    return int(max_seqlen_q or 0), int(max_seqlen_k or 0)
 
 
 def packed(query: Tensor, key: Tensor, value: Tensor) -> Triple:
@@ -234,10 +235,19 @@ def check_cu_seqlens(name: str, cu_seqlens: object, like: Tensor) -> Tensor:
     _check_place(name, cu_seqlens, like)
     offsets = cu_seqlens.to(torch.int32).contiguous()
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling() and _has_values(cu_seqlens):
-        values = cu_seqlens.tolist()
-        if values[0] != 0 or values[-1] > like.shape[0] or any(a > b for a, b in itertools.pairwise(values)):
-            raise InvalidProblemError(
-                f"{name} must begin with 0, never fall, and end at most at the {like.shape[0]} rows there are, "
-                f"got {values if len(values) <= 16 else [*values[:8], '...', *values[-8:]]}"
-            )
+        check_offsets(name, cu_seqlens, like.shape[0])
     return offsets
+
+
+def check_offsets(name: str, offsets: Tensor, rows: int) -> None:
+    """Refuse offsets on a CPU that do not describe sequences within so many rows.
+
+    Raises:
+        InvalidProblemError: with their values.
+    """
+    values = offsets.tolist()
+    if values[0] != 0 or values[-1] > rows or any(a > b for a, b in itertools.pairwise(values)):
+        raise InvalidProblemError(
+            f"{name} must begin with 0, never fall, and end at most at the {rows} rows there are, "
+            f"got {values if len(values) <= 16 else [*values[:8], '...', *values[-8:]]}"
+        )

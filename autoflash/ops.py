@@ -18,6 +18,7 @@ from autoflash.arguments import Options, check_tensors, policy_of, wants_tf32
 from autoflash.autograd import NO_FORWARD_MODE, NO_SECOND_DERIVATIVE
 from autoflash.calls import Calls, Pair, Prepared, Triple
 from autoflash.errors import UnsupportedError
+from autoflash.extras import check_offsets
 from autoflash.runtime.executable import (
     NO_EXTRAS,
     SINGLE,
@@ -168,6 +169,10 @@ def _eager(device: str) -> Iterator[None]:
 def _forward(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Pair:
     with _eager(query.device.type):
         extras, options = _extras(*rest[:_COUNT]), rest[_COUNT:]
+        if extras.cu_seqlens_q is not None and extras.cu_seqlens_k is not None and query.device.type == "cpu":
+            # While a program is traced, there are no values to check.
+            check_offsets("cu_seqlens_q", extras.cu_seqlens_q, query.shape[2])
+            check_offsets("cu_seqlens_k", extras.cu_seqlens_k, key.shape[2])
         prepared, results = _prepared(query, key, value, extras, *options)
         out, lse = prepared.forward(query, key, value, None, None, extras) if results is None else results
         if out.stride() != strides_in_order_of(out.shape, query):

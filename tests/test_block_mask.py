@@ -220,7 +220,7 @@ def test_what_does_not_fit_a_call_is_refused(arguments: dict[str, Any], message:
         (lambda: BlockMask.from_blocks(random_blocks(3, 4), -1, N), "must not be negative"),
         (lambda: block_mask(DOCUMENTS, None, None, M, N, params={"doc": documents()}, device="cpu"), "give batch"),
         (lambda: block_mask(HEADS, None, None, M, N, device="cpu"), "looks at h: give heads"),
-        (lambda: block_mask(HEADS, None, 0, M, N, device="cpu"), "heads must be None or at least 1"),
+        (lambda: block_mask(HEADS, None, 0, M, N, device="cpu"), "heads must be None or a whole number from 1 on"),
         (lambda: block_mask("kv_idx < x", None, None, M, N, device="cpu"), "x is not known"),
         (lambda: block_mask("kv_idx + 1", None, None, M, N, device="cpu"), "must give a truth"),
     ],

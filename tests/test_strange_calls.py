@@ -213,6 +213,91 @@ def test_what_is_no_finite_number_is_refused(name: str, value: object) -> None:
         attend(*tensors(), **{name: value})
 
 
+@pytest.mark.parametrize("name", ["scale", "softcap", "dropout_p"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_compiled_number_may_change(name: str, dynamic: bool | None) -> None:
+    """Torch then traces it as a number that it does not know."""
+    q, k, v = tensors()
+    torch._dynamo.reset()
+    call = torch.compile(
+        lambda q, k, v, number: attend(q, k, v, **{name: number}), fullgraph=True, backend="aot_eager", dynamic=dynamic
+    )
+
+    for number in (0.25, 0.5, 0.75):
+        torch.manual_seed(0)
+        compiled = call(q, k, v, number)
+        torch.manual_seed(0)
+        assert torch.equal(compiled, attend(q, k, v, **{name: number}))
+
+
+@pytest.mark.parametrize("offsets", [[0, 7, 5, 20], [3, 20], [0, 50], [0, -4, 20]], ids=str)
+def test_offsets_of_a_compiled_call_are_checked_on_the_cpu(offsets: list[int]) -> None:
+    x = torch.randn(20, 2, 16)
+    torch._dynamo.reset()
+    call = torch.compile(
+        lambda x, offsets: autoflash.attention_varlen(x, x, x, offsets, offsets), fullgraph=True, backend="aot_eager"
+    )
+
+    with pytest.raises(InvalidProblemError, match=r"^cu_seqlens_q must begin with 0, never fall"):
+        call(x, torch.tensor(offsets, dtype=torch.int32))
+
+
+FEATURED: dict[str, Case] = {
+    "plain": {},
+    "mask": {"mask": torch.arange(53) % 5 > 0},
+    "bias": {"bias": torch.linspace(-1.0, 1.0, 53)},
+    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+    "sinks": {"sinks": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+    "score_mod": {"score_mod": "score * w[h]", "score_params": {"w": torch.tensor([0.1, 0.2, 0.3, 0.4])}},
+    "dropout": {"dropout_p": 0.3},
+}
+
+
+@pytest.mark.parametrize("name", FEATURED)
+@pytest.mark.parametrize("default", ["dtype", "device"])
+def test_torchs_defaults_change_nothing(name: str, default: str) -> None:
+    """Kernels are verified at a first call: the tensors of that are not the caller's, and have types of their own."""
+    q, k, v = tensors(grad=True)
+    torch.manual_seed(0)
+    expected = torch.autograd.grad(attend(q, k, v, **FEATURED[name]).square().sum(), (q, k, v))
+    autoflash.forget()
+    torch.manual_seed(0)
+
+    try:
+        torch.set_default_dtype(torch.float64 if default == "dtype" else torch.float32)
+        torch.set_default_device("meta" if default == "device" else None)
+        found = torch.autograd.grad(attend(q, k, v, **FEATURED[name]).square().sum(), (q, k, v))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: autoflash.warmup("abc"), "warmup takes tensors, or shapes"),
+        (lambda: autoflash.warmup((1, 1, -1, 16)), "warmup takes tensors, or shapes"),
+        (lambda: autoflash.block_mask("q_idx >= kv_idx", None, None, 2.5, 20), "seqlen_q must be a whole number"),
+        (lambda: autoflash.block_mask("q_idx >= b", 1.5, None, 20, 20), "batch must be None or a whole number"),
+        (lambda: autoflash.block_mask(None, None, None, 20, 20), "mask_mod must be an expression"),
+    ],
+    ids=["warmup-text", "warmup-negative", "length", "batch", "expression"],
+)
+def test_what_is_no_size_is_refused(call: Any, words: str) -> None:
+    with pytest.raises(InvalidProblemError, match=f"^{words}"):
+        call()
+
+
+@pytest.mark.parametrize("longest", ["a", 2.5, -1])
+def test_what_is_no_length_is_refused(longest: object) -> None:
+    x, offsets = torch.randn(20, 2, 16), torch.tensor([0, 20])
+
+    with pytest.raises(InvalidProblemError, match=r"^max_seqlen_q must be None or a whole number"):
+        autoflash.attention_varlen(x, x, x, offsets, offsets, max_seqlen_q=longest)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.complex64])
 def test_autocast_brings_no_other_types_in(dtype: torch.dtype) -> None:
     q, k, v = (x.to(dtype) for x in tensors())
@@ -239,3 +324,18 @@ def test_a_block_mask_can_be_copied_and_pickled(copied: Any) -> None:
     assert again.mask_mod == original.mask_mod
     with pytest.raises(TypeError):
         again.params["doc"] = doc
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("head_dim", [1, 2, 3])
+@pytest.mark.parametrize("n", [1, 3])
+def test_the_smallest_problems_have_gradients(n: int, head_dim: int, dtype: torch.dtype) -> None:
+    """At a first call, a kernel is verified on a problem as small, where a limit for means meets a single error."""
+    q = torch.randn(1, 1, 1, head_dim).to(dtype).requires_grad_()
+    k, v = (torch.randn(1, 1, n, head_dim).to(dtype).requires_grad_() for _ in range(2))
+
+    for causal in (False, True):
+        found = torch.autograd.grad(attend(q, k, v, causal=causal).sum(), (q, k, v))
+
+        assert all(gradient.isfinite().all() for gradient in found)
+    assert torch.allclose(found[2].sum(2).float(), torch.ones(1, 1, head_dim), atol=1e-2)

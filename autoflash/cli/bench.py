@@ -28,7 +28,7 @@ from autoflash.cli.bench_grid import Grid, Row
 from autoflash.cli.bench_sweep import Sweep, sweep
 from autoflash.cli.features import feature_options
 from autoflash.cli.options import DTYPE, PASS, Common, Retold, common_options
-from autoflash.cli.output import Column, markdown_table, number, print_json, print_table
+from autoflash.cli.output import Column, check_folder, markdown_table, number, print_json, print_table
 from autoflash.cli.peers import Peers
 from autoflash.deploy.export import write_table
 from autoflash.deploy.shipped import device_slug
@@ -149,6 +149,12 @@ def command(
     if host:
         _overhead(common, device)
         return
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise click.ClickException(f"cannot make {out}: {error.strerror or error}") from error
+        check_folder(out)
     grid = bench_grid.default_grid(device, quick=quick)
     if by_system:
         grid = bench_systems.default_grid(grid, device, quick=quick)
@@ -278,7 +284,6 @@ def _blocks(common: Common, device: Device, grid: Grid, out: Path | None) -> Non
 def _write(out: Path | None, name: str, text: str) -> None:
     """Write a results file into the folder that was asked for, if one was."""
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
         write_table(out / name, text, force=True)
 
 

@@ -7,6 +7,7 @@ import logging
 import re
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 import click
@@ -16,11 +17,16 @@ from rich.logging import RichHandler
 from autoflash import paths
 from autoflash.cli.features import feature_options
 from autoflash.device import Device, DeviceKind
+from autoflash.dispatch.table import load_decisions
+from autoflash.errors import TableError
 from autoflash.problem import Alignment, DType, Mask, Pass, Problem
 from autoflash.search.presets import Asked
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# Kernels count rows in 32 bits.
+_COUNT, _LENGTH = click.IntRange(0, 2**31 - 1), click.IntRange(1, 2**31 - 1)
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -63,9 +69,24 @@ def common_options(command: Callable[Concatenate[Common, P], R]) -> Callable[P, 
         taken = {name: options.pop(name) for name in ("db", "table", "device", "as_json", "seed", "verbose")}
         _configure_log(int(str(taken.pop("verbose"))))
         common = Common(json=bool(taken.pop("as_json")), **taken)  # type: ignore[arg-type]  # click has typed them
+        if common.table is not None and click.get_current_context().info_name not in _JUDGES_TABLES:
+            _check_table(common.table)
         return command(common, *args, **options)
 
     return with_common
+
+
+_JUDGES_TABLES = ("doctor",)
+"""Commands to which a damaged table is a finding."""
+
+
+def _check_table(file: str) -> None:
+    """Refuse a table that was named and cannot be used; one of the environment is warned of, and passed over."""
+    try:
+        load_decisions(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, TableError) as error:
+        words = getattr(error, "strerror", None) or error
+        raise click.BadParameter(f"{file}: {words}", param_hint="'--table'") from error
 
 
 def _configure_log(verbose: int) -> None:
@@ -161,13 +182,13 @@ def problem_options(command: Callable[Concatenate[ProblemOptions, P], R]) -> Cal
 
     @click.option("--pass", "op", type=PASS, default="forward", show_default=True, help="Which computation.")
     @click.option("--dtype", type=DTYPE, help="Of query, key and value (default: bf16; fp32 on a CPU).")
-    @click.option("--head-dim", type=click.IntRange(1), default=64, show_default=True, help="Length of a query vector.")
-    @click.option("--head-dim-v", type=click.IntRange(1), help="Length of a value vector (default: as --head-dim).")
-    @click.option("--batch", type=click.IntRange(0), default=1, show_default=True, help="Batch size.")
-    @click.option("--heads", type=click.IntRange(1), default=8, show_default=True, help="Query heads.")
-    @click.option("--kv-heads", type=click.IntRange(1), help="Key and value heads (default: as --heads).")
-    @click.option("--seqlen", type=click.IntRange(0), default=1024, show_default=True, help="Number of queries.")
-    @click.option("--seqlen-k", type=click.IntRange(0), help="Number of keys (default: as --seqlen).")
+    @click.option("--head-dim", type=_LENGTH, default=64, show_default=True, help="Length of a query vector.")
+    @click.option("--head-dim-v", type=_LENGTH, help="Length of a value vector (default: as --head-dim).")
+    @click.option("--batch", type=_COUNT, default=1, show_default=True, help="Batch size.")
+    @click.option("--heads", type=_LENGTH, default=8, show_default=True, help="Query heads.")
+    @click.option("--kv-heads", type=_LENGTH, help="Key and value heads (default: as --heads).")
+    @click.option("--seqlen", type=_COUNT, default=1024, show_default=True, help="Number of queries.")
+    @click.option("--seqlen-k", type=_COUNT, help="Number of keys (default: as --seqlen).")
     @click.option("--causal", is_flag=True, help="Causal mask, aligned to the bottom right.")
     @click.option("--top-left", is_flag=True, help="Causal mask, aligned to the top left.")
     @feature_options

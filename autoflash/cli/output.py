@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import click
 from rich.console import Console
@@ -25,6 +27,18 @@ class Column:
 
     title: str
     numeric: bool = False
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written in, before a long run whose results would be lost.
+
+    Raises:
+        click.ClickException: naming it.
+    """
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise click.ClickException(f"cannot write in {folder}: {error.strerror or error}") from error
 
 
 def print_json(content: object) -> None:

@@ -53,6 +53,10 @@ def command(common: Common, results: Path, out: Path) -> None:
     try:
         figure, panels = _figure(report)
         save(figure, out)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise click.ClickException(
+            f"{results} is damaged or of another version ({type(error).__name__}: {error}); run the benchmark again"
+        ) from error
     except ImportError as error:
         raise click.ClickException(f"{error}: pip install 'autoflash[report]' installs matplotlib") from error
     except OSError as error:

@@ -13,7 +13,7 @@ import click
 from rich.progress import Progress, TimeElapsedColumn
 
 from autoflash.cli.options import Common
-from autoflash.cli.output import print_json, print_table
+from autoflash.cli.output import check_folder, print_json, print_table
 from autoflash.cli.verify_kernels import CASES, Selection, kernels
 from autoflash.cli.verify_table import Row, cells, columns, markdown, name, row_json
 from autoflash.deploy.export import write_table
@@ -39,6 +39,8 @@ def verify_all(common: Common, device: Device, selection: Selection, out: Path |
     Raises:
         KeyboardInterrupt: on Ctrl-C and SIGTERM.
     """
+    if out is not None:
+        check_folder(out.parent)
     chosen = list(kernels(device, selection))
     rows: dict[int, Row] = {}
     progress = Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=common.progress)

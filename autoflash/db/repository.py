@@ -53,9 +53,9 @@ class Repository:
 
     @staticmethod
     def exists(url: str | None = None) -> bool:
-        """Whether there is something to open read-only; True for a server, which is not asked."""
+        """Whether there is something to open read-only, a folder included; True for a server, which is not asked."""
         location = Location.of(url)
-        return location.file is None or location.file.is_file()
+        return location.file is None or location.file.exists()
 
     @property
     def location(self) -> str:

@@ -89,6 +89,9 @@ def locked(file: Path) -> Iterator[None]:
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
+        if not beside(file, ".lock").exists():
+            # A FileLock waits for a file that cannot be made, as in /proc, as if another process held it.
+            tempfile.TemporaryFile(dir=file.parent).close()
         # Users who share a folder share its database too, hence not only the owner may lock.
         lock = filelock.FileLock(beside(file, ".lock"), timeout=LOCK_TIMEOUT_S, mode=_SHARED_FILE_MODE)
         lock.acquire()
@@ -215,6 +218,8 @@ def read_access(file: Path) -> ReadAccess:
     Raises:
         DatabaseError: when the file is absent or unreadable.
     """
+    if file.is_dir():
+        raise DatabaseError("it is a folder; name a file with --db or AUTOFLASH_DB")
     if not file.is_file():
         raise DatabaseError("it does not exist; `autoflash tune` makes it")
     if not os.access(file, os.R_OK):

@@ -265,11 +265,19 @@ def _checked(problem: Problem, cases: list[Case]) -> tuple[Case, ...]:
     return tuple(dict.fromkeys(cases))
 
 
+_LEAST_ELEMENTS = 16
+"""Of an output of a problem's own case."""
+
+
 def _own(problem: Problem) -> Case:
     batch, kv_heads = min(problem.batch, 2), min(problem.kv_heads, 2)
     if problem.group * kv_heads > _MAX_HEADS:
         batch, kv_heads = min(batch, 1), 1
     seqlen_q, seqlen_k = reduced_seqlen(problem.seqlen_q), reduced_seqlen(problem.seqlen_k)
+    if not problem.is_varlen:
+        # The limit of a mean is for one of several errors: of a single row, all elements share one.
+        fewest = kv_heads * max(min(seqlen_q, seqlen_k), 1) * min(problem.head_dim, problem.head_dim_v)
+        batch = max(batch, _LEAST_ELEMENTS // fewest)
     case = Case(
         problem=problem.replace(
             batch=batch, heads=problem.group * kv_heads, kv_heads=kv_heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k

@@ -104,7 +104,7 @@ def draw(
     batch, heads, kv_heads = problem.tensor_batch, problem.heads, problem.kv_heads
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, dtype=torch.float32)
 
     q = normal(batch, heads, problem.rows_q, problem.head_dim)
     k = normal(batch, 1 if shared else kv_heads, problem.rows_k, problem.head_dim)
@@ -112,7 +112,7 @@ def draw(
     k, v = k.expand(-1, kv_heads, -1, -1), v.expand(-1, kv_heads, -1, -1)
     dout = normal(batch, heads, problem.rows_q, problem.head_dim_v)
     if shared:
-        dout = torch.ones(()).expand_as(dout)
+        dout = torch.ones((), dtype=torch.float32).expand_as(dout)
     dlse = normal(batch, heads, problem.rows_q)
     if not problem.is_varlen:
         _plant(q, k, problem, scale)
@@ -149,9 +149,9 @@ def draw_flat(problem: Problem, scale: float, *, device: str = "cpu") -> Inputs:
     batch, kv_heads, group = problem.batch, problem.kv_heads, problem.group
 
     def signs(width: int) -> Tensor:
-        return torch.randint(0, 2, (batch, kv_heads, 1, width), generator=generator) * 2.0 - 1.0
+        return torch.randint(0, 2, (batch, kv_heads, 1, width), generator=generator).float() * 2.0 - 1.0
 
-    alternating = 1.0 - 2.0 * (torch.arange(problem.head_dim) % 2)
+    alternating = 1.0 - 2.0 * (torch.arange(problem.head_dim) % 2).float()
     alternating[problem.head_dim // 2 * 2 :] = 0.0
     towards, upwards = signs(problem.head_dim), signs(problem.head_dim_v)
     # Powers of two in place of the group and of the columns: a half of the sum over columns, ds, is 3.5.
@@ -164,7 +164,9 @@ def draw_flat(problem: Problem, scale: float, *, device: str = "cpu") -> Inputs:
     dout = (upwards * (1.75 / share)).repeat_interleave(group, dim=1)
     dtype = TORCH_TYPES[problem.dtype]
     q, k, v, dout = (tensor.to(device=device, dtype=dtype) for tensor in (q, k, v, dout))
-    return Inputs(q=q, k=k, v=v, dout=dout, dlse=torch.zeros(batch, problem.heads, 1, device=device))
+    return Inputs(
+        q=q, k=k, v=v, dout=dout, dlse=torch.zeros(batch, problem.heads, 1, dtype=torch.float32, device=device)
+    )
 
 
 def block_borders(seqlen_k: int) -> Tensor:

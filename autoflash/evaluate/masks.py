@@ -82,7 +82,7 @@ def draw_mask(problem: Problem, form: MaskForm, *, device: str = "cpu") -> Tenso
     if problem.mask_tensor is MaskTensor.BOOL:
         return visible.to(device)
     dtype = TORCH_TYPES[form.dtype or problem.dtype]
-    values = torch.randn(visible.shape, generator=generator) * 2.0
+    values = torch.randn(visible.shape, generator=generator, dtype=torch.float32) * 2.0
     if form.pattern in (Pattern.NOTHING, Pattern.EVERYTHING):
         values = torch.zeros_like(values)
     if form.pattern is Pattern.FAR_BELOW:

@@ -50,8 +50,8 @@ class BiasForm:
 
 def draw_slopes(problem: Problem, *, own: bool, flat: bool, device: str) -> Tensor:
     """The same slopes on every device, [B, H] if each batch entry or sequence has its own, else [1, H]; 0 if flat."""
-    heads = 0.5 ** (1.0 + torch.arange(problem.heads) % 5)
-    entries = torch.arange(problem.batch if own else 1)[:, None] % 7
+    heads = 0.5 ** (1.0 + torch.arange(problem.heads, dtype=torch.float32) % 5)
+    entries = torch.arange(problem.batch if own else 1, dtype=torch.float32)[:, None] % 7
     slopes = heads * (1.0 - 0.25 * entries)
     return (torch.zeros_like(slopes) if flat else slopes).to(device)
 
@@ -61,7 +61,9 @@ def draw_bias(problem: Problem, form: BiasForm, *, device: str) -> Tensor:
     sizes = {"b": problem.batch, "h": problem.heads, "m": problem.seqlen_q, "n": problem.seqlen_k}
     shape = [size if letter in form.own else 1 for letter, size in sizes.items()]
     generator = torch.Generator().manual_seed(problem.seqlen_q * 43 + problem.seqlen_k)
-    bias = torch.zeros(shape) if form.is_zero else torch.randn(shape, generator=generator) * 2.0
+    bias = torch.zeros(shape, dtype=torch.float32)
+    if not form.is_zero:
+        bias = torch.randn(shape, generator=generator, dtype=torch.float32) * 2.0
     if form.has_holes:
         bias[torch.rand(shape, generator=generator) < _HIDDEN_SHARE] = -math.inf
     return bias.to(device=device, dtype=TORCH_TYPES[form.dtype or problem.dtype])
@@ -77,9 +79,9 @@ def draw_sinks(problem: Problem, *, around: float, flat: bool, device: str) -> T
         device: Where they shall lie.
     """
     if flat:
-        return torch.full((problem.heads,), math.log(2.0), device=device)
+        return torch.full((problem.heads,), math.log(2.0), dtype=torch.float32, device=device)
     generator = torch.Generator().manual_seed(problem.heads * 101 + problem.seqlen_k)
-    sinks = around + 2.0 * torch.randn(problem.heads, generator=generator)
+    sinks = around + 2.0 * torch.randn(problem.heads, generator=generator, dtype=torch.float32)
     if problem.seqlen_k % 2:
         sinks[2::3] = -math.inf
     return sinks.to(device)
@@ -101,7 +103,7 @@ def draw_params(problem: Problem, *, device: str) -> tuple[Tensor, ...]:
 def _draw_param(problem: Problem, parameter: Parameter, generator: torch.Generator) -> Tensor:
     shape = _shape_of(problem, parameter)
     if parameter.kind is Kind.FLOAT:
-        return 0.5 + torch.rand(shape, generator=generator)
+        return 0.5 + torch.rand(shape, generator=generator, dtype=torch.float32)
     if parameter.kind is Kind.BOOL:
         return torch.rand(shape, generator=generator) < 0.5
     if not shape:

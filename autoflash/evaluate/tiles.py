@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from autoflash.errors import InvalidProblemError
 from autoflash.evaluate.cost import mean_lengths
 from autoflash.problem import Alignment, Problem
+
+_AT_ONCE = 2**20
+"""Rows of blocks that are counted together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,19 +63,23 @@ def visited(problem: Problem, blocks: Blocks) -> Visits:
     diagonal = n - m if problem.alignment is Alignment.BOTTOM_RIGHT else 0
     right = 0 if problem.causal else problem.window_right
     count = query_rows = key_rows = pairs = 0
-    for start in range(0, m, blocks.rows):
-        rows = min(blocks.rows, m - start)
+    for begin in range(0, m, blocks.rows * _AT_ONCE):
+        starts = torch.arange(begin, min(begin + blocks.rows * _AT_ONCE, m), blocks.rows)
+        rows = (m - starts).clamp(max=blocks.rows)
         # What some row of the block sees: the intervals of neighbouring rows overlap or touch.
-        first = 0 if problem.window_left is None else max(0, start + diagonal - problem.window_left)
-        end = n if right is None else min(n, start + rows - 1 + diagonal + right + 1)
-        if end <= first:
-            continue
+        first = torch.zeros_like(starts)
+        if problem.window_left is not None:
+            first = (starts + (diagonal - min(problem.window_left, m + n))).clamp(min=0)
+        end = torch.full_like(starts, n)
+        if right is not None:
+            end = (starts + rows + (diagonal + min(right, m + n))).clamp(max=n)
         low, high = first // blocks.keys, -(-end // blocks.keys)
-        keys = min(high * blocks.keys, n) - low * blocks.keys
-        count += high - low
-        query_rows += (high - low) * rows
-        key_rows += keys
-        pairs += rows * keys
+        sees = (end > first).long()
+        keys = ((high * blocks.keys).clamp(max=n) - low * blocks.keys) * sees
+        count += int(((high - low) * sees).sum())
+        query_rows += int(((high - low) * rows * sees).sum())
+        key_rows += int(keys.sum())
+        pairs += int((rows * keys).sum())
     return Visits(blocks=count, query_rows=query_rows, key_rows=key_rows, pairs=pairs)
 
 

@@ -144,6 +144,8 @@ def block_mask(
         InvalidProblemError: for sizes that mean nothing, and parameters that do not fit.
     """
     _check_sizes(seqlen_q, seqlen_k, block_size)
+    if mask_mod is None:
+        raise InvalidProblemError("mask_mod must be an expression such as 'q_idx >= kv_idx', got None")
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     # With its number, as tensors say it.
@@ -213,8 +215,8 @@ def beside_blocks(
 
 def _looked_at(expression: Expression, variable: Variable, name: str, size: int | None) -> int | None:
     """The size, if the expression looks at the variable; else None."""
-    if size is not None and size < 1:
-        raise InvalidProblemError(f"{name} must be None or at least 1, got {size}")
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise InvalidProblemError(f"{name} must be None or a whole number from 1 on, got {size!r}")
     if Input(variable) not in walk(expression.root):
         return None
     if size is None:
@@ -223,6 +225,9 @@ def _looked_at(expression: Expression, variable: Variable, name: str, size: int 
 
 
 def _check_sizes(seqlen_q: int, seqlen_k: int, block_size: int) -> None:
+    for name, size in (("seqlen_q", seqlen_q), ("seqlen_k", seqlen_k), ("block_size", block_size)):
+        if not isinstance(size, int):
+            raise InvalidProblemError(f"{name} must be a whole number, got {size!r}")
     if min(seqlen_q, seqlen_k) < 0:
         raise InvalidProblemError(f"seqlen_q and seqlen_k must not be negative, got {seqlen_q} and {seqlen_k}")
     if block_size < LEAST_BLOCK or block_size & (block_size - 1):

@@ -6,6 +6,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from autoflash import paths
 from autoflash.cli.features import Window
 from autoflash.cli.options import Common, Duration, ProblemOptions, Retold, common_options, problem_options
 from autoflash.device import CROSS_TARGETS, Device, DeviceKind
@@ -80,6 +81,7 @@ def test_a_problem_with_features_is_read_from_options() -> None:
 
 def test_common_options_arrive_as_one_value() -> None:
     taken: list[Common] = []
+    table = str(next(paths.tuning_db_dir().glob("**/forward.jsonl")))
 
     @click.command()
     @common_options
@@ -87,10 +89,10 @@ def test_common_options_arrive_as_one_value() -> None:
         taken.append(common)
 
     command.main(
-        ["--db", "x.sqlite", "--table", "t.json", "--device", "cpu", "--json", "--seed", "7"], standalone_mode=False
+        ["--db", "x.sqlite", "--table", table, "--device", "cpu", "--json", "--seed", "7"], standalone_mode=False
     )
 
-    assert taken == [Common(db="x.sqlite", table="t.json", device="cpu", json=True, seed=7)]
+    assert taken == [Common(db="x.sqlite", table=table, device="cpu", json=True, seed=7)]
 
 
 def test_verbosity_sets_the_level_of_the_log() -> None:

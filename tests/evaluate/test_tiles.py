@@ -95,3 +95,18 @@ def test_a_chip_that_holds_no_vector_is_refused() -> None:
 def test_blocks_of_nothing_are_refused() -> None:
     with pytest.raises(InvalidProblemError, match="0 x 16"):
         visited(make_problem(), Blocks(rows=0, keys=16))
+
+
+def test_blocks_of_the_longest_sequence_are_counted_soon() -> None:
+    problem = make_problem(mask=Mask.CAUSAL, seqlen_q=2**31 - 1, seqlen_k=2**31 - 1).replace(window_left=127)
+
+    found = visited(problem, Blocks(rows=128, keys=128))
+
+    assert found.blocks == 2 * 2**24 - 1
+    assert found.query_rows == 128 * found.blocks - 2
+
+
+def test_a_window_wider_than_any_sequence_hides_nothing() -> None:
+    problem = make_problem(seqlen_q=100, seqlen_k=100).replace(window_left=2**70, window_right=2**70)
+
+    assert visited(problem, Blocks(rows=64, keys=64)).pairs == 100 * 100
