@@ -66,7 +66,7 @@ def draw(panels: Mapping[Panel, Mapping[str, Lines]], title: str) -> Figure:
     if any(counted for lines in panels.values() for _, counted in lines.values()):
         handles.append(Line2D([], [], color=_GREY, marker="o", markersize=3, label="counted by ncu"))
     handles.append(Line2D([], [], color=_GREY, linestyle="--", label="IO model"))
-    figure.legend(handles=handles, loc="outside right upper", fontsize=8)
+    figure.legend(handles=handles, loc="outside right center", fontsize=8)
     figure.suptitle(title, fontsize=10)
     return figure
 

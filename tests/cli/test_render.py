@@ -71,9 +71,10 @@ def test_features_are_rendered_for_the_architecture_that_is_named(run_json: Call
 
 
 def test_on_hopper_features_are_rendered_by_a_family_that_does_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["render", "--device", "sm_90", "--feature", "softcap"]) == 0
+    for feature, family in (("alibi", "triton"), ("softcap", "gluon_sm90")):
+        assert main(["render", "--device", "sm_90", "--feature", feature]) == 0
 
-    assert "--family triton" in capsys.readouterr().out
+        assert f"--family {family}" in capsys.readouterr().out
 
 
 def test_torchs_kernels_are_not_offered_with_features(capsys: pytest.CaptureFixture[str]) -> None:
