@@ -177,7 +177,9 @@ def attention(
                 if fits(query, key, value):
                     known = prepared
                     break
-        if known is None:
+        # What torch has yet to negate, as the imaginary part of a conjugate, its own kernels alone know of.
+        is_negated = known is None and (query.is_neg() or key.is_neg() or value.is_neg())
+        if known is None and not is_negated:
             tf32 = query.dtype is torch.float32 and wants_tf32(query)
             call = call_key(query, key, value, *how, tf32)
             known = _PREPARED.get(call)
@@ -190,7 +192,7 @@ def attention(
         raise
     if known is None:
         options = _plain_options(query, key, value, *how)
-        if query.is_meta:
+        if query.is_meta or is_negated:
             return _in_full(
                 query,
                 key,
@@ -431,6 +433,9 @@ def _run(
         single, params = extras.flat[: len(SINGLE)], list(extras.params)
         how += (*window, softcap, dropout_p, *longest, block_size, score_mod, mask_mod)
         return operator(q, k, v, *single, params, *how)
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
+    if extras is not NO_EXTRAS:
+        extras = Extras.of_flat([None if extra is None else extra.resolve_neg() for extra in extras.flat])
     options = options_of(
         q,
         causal,

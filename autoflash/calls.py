@@ -124,8 +124,8 @@ class Prepared:
             return empty_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, extras, terms)
         if self._problem is None:
             return self._vendor_backward(q, k, v, dout, into)
-        dout = _regular(dout, out)
-        dlse = dlse.contiguous() if dlse is not None else None
+        dout = _regular(dout.resolve_neg(), out)
+        dlse = dlse.contiguous().resolve_neg() if dlse is not None else None
         key = (dout.stride(), dout.data_ptr() % 16, out.stride(), dlse is None)
         known = self._backwards.get(key)
         if known is not None:

@@ -16,6 +16,9 @@ from torch.autograd import forward_ad
 
 import autoflash
 from autoflash.errors import InvalidProblemError, UnsupportedError
+from autoflash.ops import CALLS
+from autoflash.runtime.executable import Extras
+from autoflash.runtime.torch_module import TorchTiled
 from tests.featured import Case, tensors
 
 pytestmark = pytest.mark.usefixtures("no_records")
@@ -324,6 +327,45 @@ def test_a_block_mask_can_be_copied_and_pickled(copied: Any) -> None:
     assert again.mask_mod == original.mask_mod
     with pytest.raises(TypeError):
         again.params["doc"] = doc
+
+
+@ROUTES
+def test_what_torch_has_yet_to_negate_is_negated(arguments: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the imaginary part of a conjugate: a kernel reads the memory, and does not know."""
+    numbers = [torch.randn(1, 2, 9, 16, dtype=torch.complex64) for _ in range(4)]
+    q, k, v, dout = (number.conj().imag.requires_grad_() for number in numbers)
+    more = {"bias": numbers[0][0, 0, 0, :9].conj().imag} if arguments else {}
+    assert all(tensor.is_neg() for tensor in (q, k, v, dout, *more.values()))
+    given: list[Tensor] = []
+
+    def noting(run: Any) -> Any:
+        def noted(*tensors: Any, **named: Any) -> Any:
+            extras = next((each.flat for each in tensors if isinstance(each, Extras)), ())
+            given.extend(each for each in (*tensors, *extras) if torch.is_tensor(each))
+            return run(*tensors, **named)
+
+        return noted
+
+    autoflash.forget()
+    # Often enough for the call to be known by its guards: it lies in memory as that of the negated ones.
+    for _ in range(20):
+        attend(*(number.imag for number in numbers[:3]), **arguments)
+    known = dict(CALLS.prepared)
+    for prepared in known.values():
+        monkeypatch.setattr(prepared, "forward", noting(prepared.forward))
+        monkeypatch.setattr(prepared, "run", noting(prepared.run))
+    monkeypatch.setattr(TorchTiled, "prepare_forward", lambda *a, f=TorchTiled.prepare_forward: noting(f(*a)))
+    monkeypatch.setattr(TorchTiled, "prepare_backward", lambda *a, f=TorchTiled.prepare_backward: noting(f(*a)))
+
+    out = attend(q, k, v, **more, **arguments)
+    found = torch.autograd.grad(out, (q, k, v), dout)
+
+    assert given
+    assert not any(tensor.is_neg() for tensor in given)
+    resolved = [tensor.detach().resolve_neg().requires_grad_() for tensor in (q, k, v)]
+    expected = attend(*resolved, **{name: bias.resolve_neg() for name, bias in more.items()}, **arguments)
+    assert torch.equal(out, expected)
+    assert all(map(torch.equal, found, torch.autograd.grad(expected, resolved, dout.resolve_neg())))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
