@@ -16,15 +16,14 @@ from autoflash import BlockMask, block_mask
 from autoflash.device import Device
 from autoflash.dispatch.buckets import cell_of
 from autoflash.evaluate.benchmark import interleaved, make_call
-from autoflash.evaluate.verify import verify
 from autoflash.expression.expression import Role, parse
 from autoflash.problem import DType, Form, Mask, MaskTensor, Pass, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.probe import probe
 from autoflash.space import catalog
-from autoflash.trial import Level
 from autoflash.variant import Family, Variant
 from tests.factories import make_problem, make_variant
+from tests.gpu.conftest import Gate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,18 +74,18 @@ def default_of(problem: Problem, device: Device) -> Variant:
 @pytest.mark.parametrize("dtype", list(DType))
 @pytest.mark.parametrize("op", list(Pass))
 @pytest.mark.parametrize("name", FORMS)
-def test_every_form_is_inside_the_gate(name: str, op: Pass, dtype: DType, device: Device) -> None:
+def test_every_form_is_inside_the_gate(name: str, op: Pass, dtype: DType, device: Device, gate: Gate) -> None:
     problem = problem_of(op, dtype, **FORMS[name])
 
-    verification = verify(
-        bind(Form.of(problem), default_of(problem, device), device), problem, Level.FULL, device=device
-    )
+    verification = gate(problem, default_of(problem, device), device)
 
     assert verification.passed, verification.detail
 
 
 @pytest.mark.parametrize(("loop_order", "loads"), BACKWARDS)
-def test_every_order_of_the_backward_is_inside_the_gate(loop_order: str, loads: str, device: Device) -> None:
+def test_every_order_of_the_backward_is_inside_the_gate(
+    loop_order: str, loads: str, device: Device, gate: Gate
+) -> None:
     if loads == "tma" and not device.has_tma:
         pytest.skip("no copy engine for tensor descriptors")
     problem = problem_of(Pass.BACKWARD, DType.BF16, **FORMS["causal-mask_mod"])
@@ -94,19 +93,19 @@ def test_every_order_of_the_backward_is_inside_the_gate(loop_order: str, loads: 
     tiles |= {} if loop_order == "key_outer" else {"BLOCK_M2": 128, "BLOCK_N2": 64}
     variant = make_variant(op=Pass.BACKWARD, loop_order=loop_order, loads=loads, **tiles)
 
-    verification = verify(bind(Form.of(problem), variant, device), problem, Level.FULL, device=device)
+    verification = gate(problem, variant, device)
 
     assert verification.passed, verification.detail
 
 
 @pytest.mark.parametrize("row_sum", ["each_block", "per_thread"])
-def test_a_forward_by_descriptors_is_inside_the_gate(row_sum: str, device: Device) -> None:
+def test_a_forward_by_descriptors_is_inside_the_gate(row_sum: str, device: Device, gate: Gate) -> None:
     if not device.has_tma:
         pytest.skip("no copy engine for tensor descriptors")
     problem = problem_of(Pass.FORWARD, DType.BF16, **FORMS["causal-mask_mod"])
     variant = make_variant(loads="tma", row_sum=row_sum, mask_loops="branch", BLOCK_M=128, BLOCK_N=128, num_warps=8)
 
-    verification = verify(bind(Form.of(problem), variant, device), problem, Level.FULL, device=device)
+    verification = gate(problem, variant, device)
 
     assert verification.passed, verification.detail
 

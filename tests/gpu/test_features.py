@@ -13,15 +13,13 @@ from torch import Tensor
 import autoflash
 from autoflash.device import Device
 from autoflash.dispatch.buckets import cell_of
-from autoflash.evaluate.verify import verify
-from autoflash.problem import DType, Form, Mask, MaskTensor, Pass
-from autoflash.runtime.bind import bind
+from autoflash.problem import DType, Mask, MaskTensor, Pass
 from autoflash.runtime.probe import probe
 from autoflash.space import catalog
-from autoflash.trial import Level
 from autoflash.variant import Family
 from tests.codegen.structures import LOOK_UPS
 from tests.factories import make_problem
+from tests.gpu.conftest import Gate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,12 +86,12 @@ def _no_records() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", list(DType))
 @pytest.mark.parametrize("op", list(Pass))
 @pytest.mark.parametrize("name", FEATURES)
-def test_every_feature_is_inside_the_gate(name: str, op: Pass, dtype: DType, device: Device) -> None:
+def test_every_feature_is_inside_the_gate(name: str, op: Pass, dtype: DType, device: Device, gate: Gate) -> None:
     problem = make_problem(op=op, dtype=dtype, head_dim=64, batch=2, heads=4, seqlen_q=512)
     problem = problem.replace(**FEATURES[name])
     variant = catalog.search_space(cell_of(problem, device), device, Family.TRITON).default()
 
-    verification = verify(bind(Form.of(problem), variant, device), problem, Level.FULL, device=device)
+    verification = gate(problem, variant, device)
 
     assert verification.passed, verification.detail
 

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from autoflash.device import Device
-from autoflash.evaluate.verify import verify
 from autoflash.problem import DType, Form, Mask, Pass, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.executable import ForwardCall
 from autoflash.runtime.probe import probe
-from autoflash.trial import Level
 from autoflash.variant import Family, Variant
 from tests.factories import make_problem, make_variant
+from tests.gpu.conftest import Gate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,15 +62,12 @@ def prepared(problem: Problem, variant: Variant, device: Device, inputs: list[Te
     ],
 )
 def test_forward_passes_the_gate(
-    device: Device, head_dim: int, changes: dict[str, str | int], mask: Mask, dtype: DType
+    device: Device, head_dim: int, changes: dict[str, str | int], mask: Mask, dtype: DType, gate: Gate
 ) -> None:
     problem = make_problem(dtype=dtype, head_dim=head_dim, batch=4, heads=8, seqlen_q=2048, mask=mask)
     schedule = "ticketed" if mask is Mask.CAUSAL and changes.get("persistent", 1) else "round_robin"
-    executable = bind(
-        Form(op=Pass.FORWARD, mask=mask), make_variant(Family.GLUON_SM90, **changes, schedule=schedule), device
-    )
 
-    verification = verify(executable, problem, Level.FULL, device=device)
+    verification = gate(problem, make_variant(Family.GLUON_SM90, **changes, schedule=schedule), device)
 
     assert verification.passed, verification.detail
 
@@ -97,12 +93,12 @@ def test_forward_with_features_passes_the_gate(
     changes: dict[str, str | int],
     mask: Mask,
     dtype: DType,
+    gate: Gate,
 ) -> None:
     problem = make_problem(dtype=dtype, head_dim=head_dim, batch=4, heads=8, seqlen_q=2048, mask=mask).replace(**asked)
     schedule = "ticketed" if mask is Mask.CAUSAL else "round_robin"
-    executable = bind(Form.of(problem), make_variant(Family.GLUON_SM90, **changes, schedule=schedule), device)
 
-    verification = verify(executable, problem, Level.FULL, device=device)
+    verification = gate(problem, make_variant(Family.GLUON_SM90, **changes, schedule=schedule), device)
 
     assert verification.passed, verification.detail
 
@@ -110,11 +106,13 @@ def test_forward_with_features_passes_the_gate(
 @pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16])
 @pytest.mark.parametrize("mask", list(Mask))
 @pytest.mark.parametrize(("head_dim", "block_m"), [(64, 128), (96, 64), (128, 64)])
-def test_backward_passes_the_gate(device: Device, head_dim: int, block_m: int, mask: Mask, dtype: DType) -> None:
+def test_backward_passes_the_gate(
+    device: Device, head_dim: int, block_m: int, mask: Mask, dtype: DType, gate: Gate
+) -> None:
     problem = make_problem(op=Pass.BACKWARD, dtype=dtype, head_dim=head_dim, batch=4, heads=8, seqlen_q=2048, mask=mask)
     variant = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD, BLOCK_M=block_m)
 
-    verification = verify(bind(Form(op=Pass.BACKWARD, mask=mask), variant, device), problem, Level.FULL, device=device)
+    verification = gate(problem, variant, device)
 
     assert verification.passed, verification.detail
 
@@ -131,7 +129,7 @@ def test_backward_passes_the_gate(device: Device, head_dim: int, block_m: int, m
     ],
 )
 def test_backward_in_columns_and_with_dq_apart_passes_the_gate(
-    device: Device, head_dim: int, changes: dict[str, str | int], mask: Mask, dtype: DType
+    device: Device, head_dim: int, changes: dict[str, str | int], mask: Mask, dtype: DType, gate: Gate
 ) -> None:
     # Apart, each dq has one program, and 100 launches must give the same bits.
     problem = make_problem(
@@ -146,7 +144,7 @@ def test_backward_in_columns_and_with_dq_apart_passes_the_gate(
     )
     variant = make_variant(Family.GLUON_SM90, op=Pass.BACKWARD, **changes)
 
-    verification = verify(bind(Form(op=Pass.BACKWARD, mask=mask), variant, device), problem, Level.FULL, device=device)
+    verification = gate(problem, variant, device)
 
     assert verification.passed, verification.detail
 

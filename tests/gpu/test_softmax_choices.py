@@ -7,13 +7,12 @@ import math
 import pytest
 import torch
 
-from autoflash.evaluate.verify import verify
 from autoflash.problem import DType, Form, Mask, Pass
 from autoflash.runtime.bind import bind
 from autoflash.runtime.probe import probe
-from autoflash.trial import Level
 from autoflash.variant import Family, Variant
 from tests.factories import make_problem, make_variant
+from tests.gpu.conftest import Gate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,35 +59,35 @@ def make_forward(family: Family, name: str, mask: Mask = Mask.FULL) -> Variant:
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("name", CHOICES)
 @pytest.mark.parametrize("family", families())
-def test_forward_passes_the_gate(family: Family, name: str, head_dim: int, mask: Mask, dtype: DType) -> None:
+def test_forward_passes_the_gate(
+    family: Family, name: str, head_dim: int, mask: Mask, dtype: DType, gate: Gate
+) -> None:
     problem = make_problem(dtype=dtype, head_dim=head_dim, batch=4, heads=8, seqlen_q=2048, mask=mask)
-    executable = bind(Form.of(problem), make_forward(family, name, mask), probe("cuda"))
 
-    verification = verify(executable, problem, Level.FULL, device=probe("cuda"))
+    verification = gate(problem, make_forward(family, name, mask), probe("cuda"))
 
     assert verification.passed, verification.detail
 
 
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("name", CHOICES)
-def test_forward_with_features_passes_the_gate(name: str, features: str) -> None:
+def test_forward_with_features_passes_the_gate(name: str, features: str, gate: Gate) -> None:
     problem = make_problem(heads=4, kv_heads=2, seqlen_q=1024, mask=Mask.CAUSAL).replace(**FEATURES[features])
-    executable = bind(Form.of(problem), make_forward(Family.TRITON, name), probe("cuda"))
 
-    verification = verify(executable, problem, Level.FULL, device=probe("cuda"))
+    verification = gate(problem, make_forward(Family.TRITON, name), probe("cuda"))
 
     assert verification.passed, verification.detail
 
 
 @pytest.mark.parametrize("dtype", [DType.FP16, DType.BF16])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_backward_by_polynomial_passes_the_gate(head_dim: int, dtype: DType) -> None:
+def test_backward_by_polynomial_passes_the_gate(head_dim: int, dtype: DType, gate: Gate) -> None:
     problem = make_problem(
         op=Pass.BACKWARD, dtype=dtype, head_dim=head_dim, heads=4, kv_heads=2, seqlen_q=1024, mask=Mask.CAUSAL
     )
     plain = make_variant(op=Pass.BACKWARD, exp2="polynomial", dot_order="scores_first")
 
-    verification = verify(bind(Form.of(problem), plain, probe("cuda")), problem, Level.FULL, device=probe("cuda"))
+    verification = gate(problem, plain, probe("cuda"))
 
     assert verification.passed, verification.detail
 
