@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable, Sequence
 from ctypes import CFUNCTYPE, POINTER, c_char_p, c_int, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass, field
@@ -59,6 +60,7 @@ class FakeLibcuda:
     contexts: list[int] = field(default_factory=list)
     context: int = CONTEXT
     on_launch: Callable[[], None] = lambda: None
+    _encoding: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         for name, (arguments, function) in {
@@ -110,19 +112,19 @@ class FakeLibcuda:
     def _encode(self, made: int, *arguments: Any) -> int:
         item_type, rank, address, *lists, interleave, swizzle, promotion, fill = arguments
         sizes, strides, block, steps = lists
-        # Into the map goes its place here.
-        c_uint64.from_address(made).value = len(self.encoded)
-        self.encoded.append(
-            (
-                address,
-                item_type,
-                tuple(sizes[:rank]),
-                tuple(strides[: rank - 1]),
-                tuple(block[:rank]),
-                tuple(steps[:rank]),
-                (interleave, swizzle, promotion, fill),
-            )
+        encoding = (
+            address,
+            item_type,
+            tuple(sizes[:rank]),
+            tuple(strides[: rank - 1]),
+            tuple(block[:rank]),
+            tuple(steps[:rank]),
+            (interleave, swizzle, promotion, fill),
         )
+        with self._encoding:
+            # Into the map goes its place here.
+            c_uint64.from_address(made).value = len(self.encoded)
+            self.encoded.append(encoding)
         return 0
 
     def _load(self, module: Any, cubin: bytes) -> int:
