@@ -26,6 +26,7 @@ from autoflash.runtime.params import has_params
 from autoflash.runtime.term_gradients import bias_gradient_of_sums, sinks_gradient_of_rows, slopes_gradient_of_sums
 from autoflash.runtime.trivial import empty_backward
 from autoflash.runtime.workspace import Buffer, Workspace
+from autoflash.space import constraint
 from autoflash.variant import Variant
 
 _Shapes = dict[str, tuple[int, ...]]
@@ -133,6 +134,8 @@ class TritonBackward(CompiledExecutable):
             return "loop_order=key_outer adds to dq in any order: it is not deterministic"
         if problem.deterministic and problem.params_gradient and (scattered := scattered_parameters(problem.score_mod)):
             return f"the gradient of {scattered[0]} is added up in any order: it is not deterministic"
+        if constraint.is_left_to_torch(problem.features):
+            return "gradients of terms beside a block mask are left to tiled torch: these kernels walk no lists"
         if (reason := why_not_structure(problem, self._variant.structure)) is not None:
             return reason
         if problem.is_empty:

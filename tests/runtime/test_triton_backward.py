@@ -231,6 +231,17 @@ def test_a_deterministic_problem_is_refused_by_atomics_only(record: Record) -> N
     assert _reason(make_variant("fused"), problem) is None
 
 
+@pytest.mark.parametrize("term", ["bias", "alibi"])
+def test_gradients_of_terms_beside_a_block_mask_are_left_to_tiled_torch(term: str) -> None:
+    beside = backward_problem(seqlen_q=256, seqlen_k=256).replace(block_size=128, **{term: True})
+    asked = beside.replace(**{f"{term}_gradient": True})
+
+    reasons = [_executable(one, make_variant("split")).why_not(one) for one in (beside, asked)]
+
+    assert reasons[0] is None
+    assert "left to tiled torch" in (reasons[1] or "")
+
+
 def test_descriptors_say_what_they_miss(record: Record) -> None:
     problem = backward_problem(seqlen_q=64)
     variant = make_variant("fused", "tma")
