@@ -16,11 +16,9 @@ from autoflash.evaluate.peer import Peer
 from autoflash.problem import Cell, Form, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.executable import Executable
-from autoflash.runtime.vendor import cudnn_version
+from autoflash.runtime.vendor import BACKENDS, cudnn_version
 from autoflash.space import catalog
 from autoflash.variant import Choices, Family, Variant
-
-_SDPA = ("cudnn", "flash", "efficient", "math")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +42,7 @@ _OUTSIDERS = {
         _Outsider(variant=BIASED, make=BiasedSdpa, title="SDPA efficient"),
     )
 }
-NAMES = (*_SDPA, *_OUTSIDERS)
+NAMES = (*BACKENDS, *_OUTSIDERS)
 FLEX_NAME = FLEX.structure.text("backend")
 _FA4_NAME = FA4.structure.text("backend")
 _BIASED_NAME = BIASED.structure.text("backend")

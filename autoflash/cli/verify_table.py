@@ -9,10 +9,11 @@ from autoflash.cli.output import Column, markdown_table, number
 from autoflash.cli.records import first_line
 from autoflash.cli.verify_kernels import CASES, FORMS, HEAD_DIMS, Selection
 from autoflash.device import Device
-from autoflash.evaluate.accuracy import BACKENDS, PLAIN, Accuracy, Errors
+from autoflash.evaluate.accuracy import PLAIN, Accuracy, Errors
 from autoflash.keys import Json
 from autoflash.problem import DType, Form, Pass, Problem
 from autoflash.runtime.probe import environment
+from autoflash.runtime.vendor import BACKENDS
 from autoflash.variant import Variant
 
 _PROBLEMS = {

@@ -22,19 +22,13 @@ from autoflash.evaluate.verify import run_case, running_on
 from autoflash.evaluate.yardstick import plain, plain_gradients, plain_term_gradients
 from autoflash.problem import Feature, Pass, Problem
 from autoflash.runtime.executable import Executable
+from autoflash.runtime.vendor import BACKENDS
 
 PLAIN = "plain"
 """Ordinary torch math in the same dtype: what there is where no backend can do the problem."""
 
 # What no backend of torch's does, or not on numbers that are given to it.
 _FOREIGN = {Feature.SOFTCAP, Feature.SCORE_MOD, Feature.ALIBI, Feature.BIAS, Feature.SINKS, Feature.DROPOUT}
-
-BACKENDS = {
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

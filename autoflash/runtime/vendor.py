@@ -26,12 +26,13 @@ from autoflash.runtime.layouts import strides_in_order_of
 from autoflash.trial import Resources
 from autoflash.variant import Variant
 
-_BACKENDS = {
+BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+"""Torch's, by the name that variants give them."""
 _SET_UP_AT_FIRST_USE = ("cudnn", "math")
 
 
@@ -48,13 +49,13 @@ class Vendor:
             UnsupportedError: for a backend that torch does not have.
         """
         name = variant.structure.text("backend")
-        if name not in _BACKENDS:
-            raise UnsupportedError(f"torch has no backend {name!r}: use one of {', '.join(_BACKENDS)}")
+        if name not in BACKENDS:
+            raise UnsupportedError(f"torch has no backend {name!r}: use one of {', '.join(BACKENDS)}")
         self._form = form
         self._variant = variant
         self._device = device
         self._name = name
-        self._backend = _BACKENDS[name]
+        self._backend = BACKENDS[name]
 
     @property
     def variant(self) -> Variant:
