@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autoflash.cli.bench_grid import Grid, Timed, time_calls
-from autoflash.cli.bench_report import timed_json
+from autoflash.cli.bench_report import problem_json, timed_json
 from autoflash.cli.output import Column, number, print_table
 from autoflash.device import Device, DeviceKind
 from autoflash.dispatch.buckets import cell_of
@@ -18,7 +18,7 @@ from autoflash.evaluate.benchmark import device_lock, make_call
 from autoflash.evaluate.block_maps import shown_of_a_row
 from autoflash.evaluate.cost import tflops
 from autoflash.keys import Json
-from autoflash.problem import Form, Mask, Problem, features_text
+from autoflash.problem import Form, Mask, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.probe import environment
 from autoflash.trial import Tier
@@ -112,17 +112,9 @@ def _visible(problem: Problem, share: float) -> float:
 
 def row_json(row: Row) -> dict[str, Json]:
     """A row for machines."""
-    problem = row.problem
     return {
-        "pass": problem.op.value,
-        "dtype": problem.dtype.value,
-        "mask": problem.mask.value,
-        "features": features_text(problem.features),
-        "head_dim": problem.head_dim,
-        "batch": problem.batch,
-        "heads": problem.heads,
-        "seqlen": problem.seqlen_q,
-        "block_size": problem.block_size,
+        **problem_json(row.problem),
+        "block_size": row.problem.block_size,
         "tier": row.tier.value,
         "without": timed_json(row.without),
         "points": [{"visible": point.visible, **timed_json(point.timed)} for point in row.points],

@@ -17,9 +17,8 @@ from autoflash.problem import Pass, Problem, features_text
 _REASON_WIDTH = 240
 
 
-def row_json(row: Row) -> dict[str, Json]:
-    """A row for machines."""
-    problem = row.problem
+def problem_json(problem: Problem) -> dict[str, Json]:
+    """A problem with as many keys as queries, as the rows of results files begin."""
     return {
         "pass": problem.op.value,
         "dtype": problem.dtype.value,
@@ -30,6 +29,13 @@ def row_json(row: Row) -> dict[str, Json]:
         "heads": problem.heads,
         "kv_heads": problem.kv_heads,
         "seqlen": problem.seqlen_q,
+    }
+
+
+def row_json(row: Row) -> dict[str, Json]:
+    """A row for machines."""
+    return {
+        **problem_json(row.problem),
         "tier": row.tier.value,
         "ratio": row.ratio,
         "ratios": {name: row.ratio_to(name) for name in row.vendors},
