@@ -434,7 +434,7 @@ def _run(
         how += (*window, softcap, dropout_p, *longest, block_size, score_mod, mask_mod)
         return operator(q, k, v, *single, params, *how)
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-    if extras is not NO_EXTRAS:
+    if any(extra is not None and extra.is_neg() for extra in extras.flat):
         extras = Extras.of_flat([None if extra is None else extra.resolve_neg() for extra in extras.flat])
     options = options_of(
         q,
