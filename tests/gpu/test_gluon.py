@@ -206,6 +206,21 @@ def test_a_captured_launch_replays_with_tickets_of_its_own(device: Device) -> No
     assert torch.equal(out, expected)
 
 
+def assert_right(problem: Problem, variant: Variant, device: Device) -> None:
+    """A forward gives what tiled torch gives."""
+    sizes = [(problem.heads, problem.seqlen_q), *[(problem.kv_heads, problem.seqlen_k)] * 2]
+    inputs = [
+        torch.randn(problem.batch, heads, rows, problem.head_dim, device="cuda", dtype=torch.bfloat16)
+        for heads, rows in sizes
+    ]
+
+    out, lse = prepared(problem, variant, device, inputs)(*inputs)
+
+    expected, expected_lse = prepared(problem, make_variant(Family.TORCH_TILED), device, inputs)(*inputs)
+    assert torch.allclose(out.float(), expected.float(), atol=2e-2)
+    assert torch.allclose(lse, expected_lse, atol=1e-3)
+
+
 def test_random_shapes_one_after_the_other_stay_right(device: Device) -> None:
     generator = torch.Generator().manual_seed(0)
     variant = make_variant(Family.GLUON_SM90, schedule="ticketed")
@@ -214,15 +229,7 @@ def test_random_shapes_one_after_the_other_stay_right(device: Device) -> None:
         problem = make_problem(
             head_dim=128, batch=2, heads=4, kv_heads=2, seqlen_q=seqlen_q, seqlen_k=seqlen_k, mask=Mask.CAUSAL
         )
-        q = torch.randn(2, 4, seqlen_q, 128, device="cuda", dtype=torch.bfloat16)
-        k, v = (torch.randn(2, 2, seqlen_k, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        portable = make_variant(Family.TORCH_TILED)
-
-        out, lse = prepared(problem, variant, device, [q, k, v])(q, k, v)
-
-        expected, expected_lse = prepared(problem, portable, device, [q, k, v])(q, k, v)
-        assert torch.allclose(out.float(), expected.float(), atol=2e-2)
-        assert torch.allclose(lse, expected_lse, atol=1e-3)
+        assert_right(problem, variant, device)
 
 
 @pytest.mark.parametrize("changes", [{}, {"ping_pong": "on", "BLOCK_N": 64}, {**NARROW, "ping_pong": "on"}], ids=str)
@@ -238,12 +245,4 @@ def test_random_windows_one_after_the_other_stay_right(device: Device, changes: 
         variant = make_variant(
             Family.GLUON_SM90, **changes, schedule="ticketed" if mask is Mask.CAUSAL else "round_robin"
         )
-        q = torch.randn(2, 4, seqlen_q, 64, device="cuda", dtype=torch.bfloat16)
-        k, v = (torch.randn(2, 2, seqlen_k, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        portable = make_variant(Family.TORCH_TILED)
-
-        out, lse = prepared(problem, variant, device, [q, k, v])(q, k, v)
-
-        expected, expected_lse = prepared(problem, portable, device, [q, k, v])(q, k, v)
-        assert torch.allclose(out.float(), expected.float(), atol=2e-2)
-        assert torch.allclose(lse, expected_lse, atol=1e-3)
+        assert_right(problem, variant, device)
