@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from autoflash.device import Device
+from autoflash.dispatch.buckets import cell_of
 from autoflash.problem import DType, Form, Mask, Pass, Problem
 from autoflash.runtime.bind import bind
 from autoflash.runtime.executable import ForwardCall
 from autoflash.runtime.probe import probe
+from autoflash.space import catalog
 from autoflash.variant import Family, Variant
 from tests.factories import make_problem, make_variant
 from tests.gpu.conftest import Gate
@@ -41,8 +44,12 @@ def device() -> Device:
 
 
 def tensors(problem: Problem) -> list[Tensor]:
-    shape = (problem.batch, problem.heads, problem.seqlen_q, problem.head_dim)
-    return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    """q, k and v."""
+    sizes = [(problem.heads, problem.seqlen_q), *[(problem.kv_heads, problem.seqlen_k)] * 2]
+    return [
+        torch.randn(problem.batch, heads, rows, problem.head_dim, device="cuda", dtype=torch.bfloat16)
+        for heads, rows in sizes
+    ]
 
 
 def prepared(problem: Problem, variant: Variant, device: Device, inputs: list[Tensor]) -> ForwardCall:
@@ -188,6 +195,56 @@ def test_tickets_are_not_shared_between_streams(device: Device) -> None:
     assert all(torch.equal(result, expected) for result in results)
 
 
+@pytest.mark.parametrize("op", list(Pass))
+def test_1000_launches_of_random_shapes_on_concurrent_streams_give_the_same_bits(op: Pass, device: Device) -> None:
+    generator = torch.Generator().manual_seed(2)
+    jobs = []
+    for number in range(20):
+        seqlen_q, seqlen_k = (int(x) for x in torch.randint(1, 1500, (2,), generator=generator))
+        problem = make_problem(
+            op=op,
+            head_dim=(64, 128)[number % 2],
+            batch=2,
+            heads=8,
+            kv_heads=(8, 2)[number // 2 % 2],
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            mask=list(Mask)[number // 4 % 2],
+            # Without it, a backward adds to dq in any order.
+            deterministic=op is Pass.BACKWARD,
+        )
+        call = launched(problem, device)
+        jobs.append((call, call()))
+    streams = [torch.cuda.Stream() for _ in range(8)]
+    torch.cuda.synchronize()
+
+    wrong = torch.zeros(len(streams), dtype=torch.int64, device="cuda")
+    for launch in range(1000):
+        call, expected = jobs[int(torch.randint(len(jobs), (), generator=generator))]
+        number = launch % len(streams)
+        with torch.cuda.stream(streams[number]):
+            for one, other in zip(call(), expected, strict=True):
+                wrong[number] += (one != other).any()
+    torch.cuda.synchronize()
+
+    assert wrong.tolist() == [0] * len(streams)
+
+
+def launched(problem: Problem, device: Device) -> Callable[[], tuple[Tensor, ...]]:
+    """A call of the family's default kernel for a problem, on random tensors of its own."""
+    space = catalog.search_space(cell_of(problem, device), device, Family.GLUON_SM90)
+    executable = bind(Form.of(problem), space.default(), device)
+    q, k, v = tensors(problem)
+    if problem.op is Pass.FORWARD:
+        forward = executable.prepare_forward(problem, q, k, v, 0.1)
+        return lambda: forward(q, k, v)
+    forward_problem = problem.replace(op=Pass.FORWARD)
+    out, lse = prepared(forward_problem, make_variant(Family.TORCH_TILED), device, [q, k, v])(q, k, v)
+    dout = torch.randn_like(out)
+    backward = executable.prepare_backward(problem, q, k, v, out, dout, 0.1)
+    return lambda: backward(q, k, v, out, lse, dout)
+
+
 def test_a_captured_launch_replays_with_tickets_of_its_own(device: Device) -> None:
     problem = make_problem(head_dim=128, batch=2, heads=16, seqlen_q=1024, mask=Mask.CAUSAL)
     inputs = tensors(problem)
@@ -208,11 +265,7 @@ def test_a_captured_launch_replays_with_tickets_of_its_own(device: Device) -> No
 
 def assert_right(problem: Problem, variant: Variant, device: Device) -> None:
     """A forward gives what tiled torch gives."""
-    sizes = [(problem.heads, problem.seqlen_q), *[(problem.kv_heads, problem.seqlen_k)] * 2]
-    inputs = [
-        torch.randn(problem.batch, heads, rows, problem.head_dim, device="cuda", dtype=torch.bfloat16)
-        for heads, rows in sizes
-    ]
+    inputs = tensors(problem)
 
     out, lse = prepared(problem, variant, device, inputs)(*inputs)
 
