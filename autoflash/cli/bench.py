@@ -18,6 +18,7 @@ from autoflash.cli import (
     bench_blocks,
     bench_grid,
     bench_report,
+    bench_step,
     bench_systems,
     peers,
     plot_blocks,
@@ -77,6 +78,12 @@ _UNTOLD = ("out", "readme", "db", "table", "device", "as_json", "verbose")
     help=f"Beside whom, of {','.join(peers.NAMES)} (default: cudnn,flash; on a CPU flash,math).",
 )
 @click.option("--flex", is_flag=True, help="Beside torch's flex_attention too, compiled for each problem.")
+@click.option(
+    "--step",
+    "by_step",
+    is_flag=True,
+    help="Both passes through autograd with the host's part: D = 128, causal, S = 2048..16384.",
+)
 @click.option("--systems", "by_system", is_flag=True, help="Standard attention, Rabe-Staats, FlashAttention and SDPA.")
 @click.option(
     "--dram", "with_dram", is_flag=True, help="With --systems: bytes of DRAM too, as NVIDIA's ncu counts them."
@@ -103,6 +110,7 @@ def command(
     group: int,
     peer_names: tuple[str, ...] | None,
     flex: bool,
+    by_step: bool,
     by_system: bool,
     with_dram: bool,
     by_blocks: bool,
@@ -132,6 +140,11 @@ def command(
     on the PATH and the right to read counters. --out also writes the tables as Markdown, and `autoflash plot` draws
     its JSON: bytes of the model and of DRAM.
 
+    --step times a training step as people make it: attention() and the gradients of q, k and v by torch.autograd.grad,
+    from the call to the end of the last kernel, by the host's clock, and the same with the peers; of torch's backends,
+    with the context manager that chooses one. TFLOP/s are over both passes. D = 128, causal, S = 2048 to 16384, unless
+    options say otherwise.
+
     --blocks times maps of which each block of queries sees 100, 50, 25, 12 and 6 % of the blocks of keys, at random,
     and the same problem without a map; TFLOP/s are over what is shown. `autoflash plot` draws the file of --out.
     """
@@ -143,6 +156,11 @@ def command(
     if by_blocks and (by_system or exhaustive or host or flex or peer_names or readme is not None):
         others = "--systems, --exhaustive, --overhead, --peers and --flex"
         raise click.UsageError(f"--blocks is a run of its own: leave out {others}")
+    if by_step and (by_system or by_blocks or exhaustive or host or ops or readme is not None):
+        others = "--pass, --systems, --blocks, --exhaustive, --overhead and --readme"
+        raise click.UsageError(f"--step is a run of its own, of both passes: leave out {others}")
+    if by_step and asked != Asked():
+        raise click.UsageError("--step times plain attention: leave out features")
     if (flex or peer_names) and (by_system or exhaustive or host):
         what = "--peers are peers" if peer_names else "--flex is a peer"
         raise click.UsageError(f"{what} of the grid: leave out --systems, --exhaustive and --overhead")
@@ -158,6 +176,8 @@ def command(
     grid = bench_grid.default_grid(device, quick=quick)
     if by_system:
         grid = bench_systems.default_grid(grid, device, quick=quick)
+    if by_step:
+        grid = bench_step.default_grid(grid, device)
     if by_blocks:
         asked = dataclasses.replace(asked, block_size=LEAST_BLOCK)
         grid = bench_blocks.default_grid(grid, device, quick=quick)
@@ -189,12 +209,21 @@ def command(
         beside = Peers(names=peer_names, are_named=True)
     if flex:
         beside = dataclasses.replace(beside, names=tuple(dict.fromkeys([*beside.names, peers.FLEX_NAME])))
-    _grid(common, device, grid, beside, Retold.words(ctx, leave_out=_UNTOLD), out, readme)
+    _grid(common, device, grid, beside, Retold.words(ctx, leave_out=_UNTOLD), out, readme, by_step=by_step)
 
 
 def _grid(
-    common: Common, device: Device, grid: Grid, beside: Peers, words: list[str], out: Path | None, readme: Path | None
+    common: Common,
+    device: Device,
+    grid: Grid,
+    beside: Peers,
+    words: list[str],
+    out: Path | None,
+    readme: Path | None,
+    *,
+    by_step: bool,
 ) -> None:
+    run = bench_step.run if by_step else bench_grid.run
     with Progress(console=common.progress, transient=True) as progress:
         task = progress.add_task("benchmark", total=sum(1 for _ in grid.problems()))
 
@@ -202,7 +231,7 @@ def _grid(
             # Others' compilers take up to a minute.
             progress.update(task, description=escape(f"{cell_of(problem, device)}: preparing {name}"))
 
-        rows = bench_grid.run(
+        rows = run(
             grid,
             device,
             table.load(common.db, common.table),
@@ -212,10 +241,14 @@ def _grid(
             on_row=lambda row: progress.update(task, advance=1),
         )
     report = _report(device, grid, rows, beside, words)
-    kind = [f"group{grid.group}"] if grid.group > 1 else []
+    whole = bench_grid.default_grid(device, quick=False)
+    if by_step:
+        whole = bench_step.default_grid(whole, device)
+    kind = ["step"] if by_step else []
+    kind += [f"group{grid.group}"] if grid.group > 1 else []
     kind += sorted({feature.value for problem in grid.problems() for feature in problem.features})
     # Somebody who asks for peers asks for one grid after another.
-    kind += ["peers", *bench_grid.narrowed(grid, device)] if beside.are_named else []
+    kind += ["peers", *bench_grid.narrowed(grid, whole)] if beside.are_named else []
     _write(out, f"{'-'.join([device_slug(device.name), *kind])}.json", bench_json(report))
     short = f"{_caption(device, beside, words)}\n\n{markdown_table(*bench_report.pivot(rows, beside.names))}\n"
     if readme is not None:

@@ -13,7 +13,7 @@ from autoflash.cli import peers
 from autoflash.cli.peers import Peers
 from autoflash.device import Device, DeviceKind
 from autoflash.dispatch.buckets import cell_of
-from autoflash.dispatch.ladder import Here, VendorPolicy, inference_ladder, training_ladders
+from autoflash.dispatch.ladder import Candidate, Here, VendorPolicy, inference_ladder, training_ladders
 from autoflash.dispatch.table import Table
 from autoflash.errors import NoKernelError
 from autoflash.evaluate.agreement import disagreement
@@ -97,9 +97,8 @@ def default_grid(device: Device, *, quick: bool) -> Grid:
     )
 
 
-def narrowed(grid: Grid, device: Device) -> list[str]:
+def narrowed(grid: Grid, whole: Grid) -> list[str]:
     """What tells a grid from the whole one of its device, in words for the name of a file."""
-    whole = default_grid(device, quick=False)
     words = [op.value for op in grid.ops if grid.ops != whole.ops]
     words += [grid.dtype.value] if grid.dtype is not whole.dtype else []
     words += [mask.value for mask in grid.masks if grid.masks != whole.masks]
@@ -134,6 +133,7 @@ class Row:
         tier: Where that kernel comes from.
         dispatched: The kernel that ``attention()`` would run, vendor kernels allowed.
         vendors: The peers by name.
+        is_step: What was timed are both passes, through autograd and with the host's part; ``problem`` is the backward.
     """
 
     problem: Problem
@@ -141,6 +141,12 @@ class Row:
     tier: Tier
     dispatched: Timed
     vendors: dict[str, Timed]
+    is_step: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The pass, or ``step`` for both."""
+        return "step" if self.is_step else self.problem.op.value
 
     @property
     def ratio(self) -> float | None:
@@ -196,10 +202,8 @@ def _row(
     problem: Problem, here: Here, table: Table, beside: Peers, seed: int, on_kernel: Callable[[Problem, str], None]
 ) -> Row:
     device = here.device
-    cell = cell_of(problem, device)
-    generated = inference_ladder(cell, here, table, VendorPolicy.NEVER)[0]
-    dispatched = _dispatched(problem, here, table)
-    others = beside.variants(cell, device)
+    generated, dispatched = chosen_for(problem, here, table)
+    others = beside.variants(cell_of(problem, device), device)
     names = {generated.variant: GENERATED} | {variant: name for name, variant in others.items()}
     variants = list(dict.fromkeys([*names, dispatched]))
 
@@ -217,6 +221,12 @@ def _row(
         dispatched=timed[dispatched],
         vendors={name: timed[variant] for name, variant in others.items()},
     )
+
+
+def chosen_for(problem: Problem, here: Here, table: Table) -> tuple[Candidate, Variant]:
+    """What ``attention(vendor="never")`` runs for the problem, and what ``attention()`` does."""
+    generated = inference_ladder(cell_of(problem, here.device), here, table, VendorPolicy.NEVER)[0]
+    return generated, _dispatched(problem, here, table)
 
 
 def _dispatched(problem: Problem, here: Here, table: Table) -> Variant:
@@ -275,6 +285,7 @@ def time_calls(
     *,
     min_ms: float = 100.0,
     compare: Callable[[Any, Any], str | None] | None = None,
+    with_host: bool = False,
 ) -> list[tuple[Measurement | None, str]]:
     """Time calls in turns: a measurement of each, or None and the reason why it cannot be made or fails.
 
@@ -283,6 +294,7 @@ def time_calls(
         device: Where they run.
         min_ms: Time spent in timed calls of each, on average.
         compare: Of what a call and the first one give: why the call is not timed, or None.
+        with_host: Times are from the call to the end of what it has launched, the host's part with them.
     """
     calls: list[Call] = []
     reasons: list[str] = []
@@ -306,7 +318,8 @@ def time_calls(
         if call is not None and not reason:
             calls.append(call)
     try:
-        measured = iter(interleaved(calls, device, run=uuid.uuid4().hex[:12], min_ms=min_ms) if calls else [])
+        run = uuid.uuid4().hex[:12]
+        measured = iter(interleaved(calls, device, run=run, min_ms=min_ms, with_host=with_host) if calls else [])
     except Exception as error:
         # Whose fault it is cannot be told: the row has no numbers, and the other rows keep theirs.
         return [(None, reason or f"when timed: {_words(error)}") for reason in reasons]

@@ -12,7 +12,7 @@ from autoflash.cli.output import Column, number
 from autoflash.cli.peers import Peers
 from autoflash.cli.records import first_line
 from autoflash.keys import Json
-from autoflash.problem import Pass, Problem, features_text
+from autoflash.problem import Problem, features_text
 
 _REASON_WIDTH = 240
 
@@ -36,6 +36,7 @@ def row_json(row: Row) -> dict[str, Json]:
     """A row for machines."""
     return {
         **problem_json(row.problem),
+        "pass": row.kind,
         "tier": row.tier.value,
         "ratio": row.ratio,
         "ratios": {name: row.ratio_to(name) for name in row.vendors},
@@ -82,7 +83,7 @@ def row_cells(row: Row, beside: Peers) -> list[str]:
     speeds = [row.generated, *(row.vendors.get(name) for name in beside.names)]
     ratios = [*([row.ratio_to(name) for name in beside.names] if beside.are_named else []), row.ratio]
     return [
-        problem.op.value,
+        row.kind,
         _mask(problem),
         str(problem.head_dim),
         str(problem.seqlen_q),
@@ -101,7 +102,7 @@ def pivot(rows: Sequence[Row], names: Sequence[str]) -> tuple[list[Column], list
     for row in rows:
         problem = row.problem
         speeds = [_speed(one) for one in (row.generated, *(row.vendors.get(name) for name in names))]
-        line = lines.setdefault((problem.op.value, _mask(problem), problem.head_dim), {})
+        line = lines.setdefault((row.kind, _mask(problem), problem.head_dim), {})
         line[problem.seqlen_q] = " / ".join(speeds)
     return columns, [
         [op, mask, str(head_dim), *(line.get(seqlen, "-") for seqlen in seqlens)]
@@ -114,13 +115,13 @@ class Summary:
     """How fast kernels are in units of others, over the rows of a pass in which both ran.
 
     Attributes:
-        op: The pass.
+        kind: The pass, or ``step``.
         what: Which kernels and which others, in words.
         rows: How many.
         geometric_mean, lowest: Of the ratios; above 1 they are faster.
     """
 
-    op: Pass
+    kind: str
     what: str
     rows: int
     geometric_mean: float
@@ -128,19 +129,19 @@ class Summary:
 
     def __str__(self) -> str:
         means = f"geometric mean {self.geometric_mean:.3f}, lowest {self.lowest:.2f}"
-        return f"{self.op.value}: {self.what}, {self.rows} rows: {means}"
+        return f"{self.kind}: {self.what}, {self.rows} rows: {means}"
 
     def to_json(self) -> dict[str, Json]:
         """For machines."""
         ratios: dict[str, Json] = {"geometric_mean": self.geometric_mean, "lowest": self.lowest}
-        return {"pass": self.op.value, "what": self.what, "rows": self.rows, **ratios}
+        return {"pass": self.kind, "what": self.what, "rows": self.rows, **ratios}
 
 
 def summary(rows: Sequence[Row], names: Sequence[str]) -> list[Summary]:
     """How fast what ran is in units of each peer, and of the fastest one of each row: geometric mean and lowest."""
     found = []
-    for op in dict.fromkeys(row.problem.op for row in rows):
-        of_pass = [row for row in rows if row.problem.op is op]
+    for kind in dict.fromkeys(row.kind for row in rows):
+        of_pass = [row for row in rows if row.kind == kind]
         ratios = {f"generated to {name}": [row.ratio_to(name) for row in of_pass] for name in names}
         ratios["generated to the fastest of them"] = [row.ratio for row in of_pass]
         ratios["attention() to the fastest of them"] = [row.dispatched_ratio for row in of_pass]
@@ -148,18 +149,18 @@ def summary(rows: Sequence[Row], names: Sequence[str]) -> list[Summary]:
             known = [ratio for ratio in some if ratio is not None]
             if known:
                 mean = statistics.geometric_mean(known)
-                found.append(Summary(op=op, what=what, rows=len(known), geometric_mean=mean, lowest=min(known)))
+                found.append(Summary(kind=kind, what=what, rows=len(known), geometric_mean=mean, lowest=min(known)))
     return found
 
 
 def without_times(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     """Why kernels of some rows have no time, each reason once for each pass."""
-    reasons: Counter[tuple[Pass, str, str]] = Counter()
+    reasons: Counter[tuple[str, str, str]] = Counter()
     for row in rows:
         for name, timed in ((GENERATED, row.generated), *((name, row.vendors.get(name)) for name in names)):
             if timed is not None and timed.reason:
-                reasons[row.problem.op, name, first_line(timed.reason, _REASON_WIDTH)] += 1
-    return [f"{op.value}: no time of {name} in {count} rows: {reason}" for (op, name, reason), count in reasons.items()]
+                reasons[row.kind, name, first_line(timed.reason, _REASON_WIDTH)] += 1
+    return [f"{kind}: no time of {name} in {count} rows: {reason}" for (kind, name, reason), count in reasons.items()]
 
 
 def _mask(problem: Problem) -> str:

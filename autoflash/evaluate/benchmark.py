@@ -82,7 +82,13 @@ def benchmark(call: Call, device: Device, *, stage: Stage, run: str = "", min_ms
 
 
 def interleaved(
-    calls: Sequence[Call], device: Device, *, stage: Stage = Stage.FINAL, run: str = "", min_ms: float = 100.0
+    calls: Sequence[Call],
+    device: Device,
+    *,
+    stage: Stage = Stage.FINAL,
+    run: str = "",
+    min_ms: float = 100.0,
+    with_host: bool = False,
 ) -> list[Measurement]:
     """Time kernels in turn, one call of each in every round, so that drift of the clock meets all alike.
 
@@ -94,8 +100,13 @@ def interleaved(
         stage: Recorded with the results.
         run: Names this comparison.
         min_ms: Time spent in timed calls of each kernel, on average.
+        with_host: On a GPU, time from the call to the end of what it has launched, by the host's clock.
     """
-    timer: _Timer = _HostTimer(device) if device.kind is DeviceKind.CPU else _EventTimer(device)
+    timer: _Timer
+    if device.kind is DeviceKind.CPU:
+        timer = _HostTimer(device)
+    else:
+        timer = _WallTimer(device) if with_host else _EventTimer(device)
     estimates = [
         timer.warm_up(call, _STEADY_MS if stage is Stage.FINAL and index == 0 else _WARM_UP_MS)
         for index, call in enumerate(calls)
@@ -163,7 +174,7 @@ class _EventTimer(_Timer):
     policy = "events/cold-l2/v1"
 
     def rounds(self, calls: Sequence[Call], count: int) -> list[list[float]]:
-        flush = _flush_buffer(self.device.torch_device, 2 * max(self.device.l2_bytes, 32 * 2**20))
+        flush = _flush_buffer(self.device.torch_device, _flushed_bytes(self.device))
         times: list[list[float]] = [[] for _ in calls]
         # Events are read in batches: thousands of open ones slow the driver down.
         for done in range(0, count, 50):
@@ -199,6 +210,32 @@ class _HostTimer(_Timer):
                 call()
                 times[index].append(1000.0 * (time.perf_counter() - start))
         return times
+
+
+@dataclass(slots=True)
+class _WallTimer(_Timer):
+    """The host's clock from each call to the end of what it has launched, after a write to a buffer of twice the L2."""
+
+    device: Device
+    policy = "perf_counter/cold-l2/v1"
+
+    def rounds(self, calls: Sequence[Call], count: int) -> list[list[float]]:
+        flush = _flush_buffer(self.device.torch_device, _flushed_bytes(self.device))
+        times: list[list[float]] = [[] for _ in calls]
+        for _ in range(count):
+            for index, call in enumerate(calls):
+                flush.zero_()
+                torch.cuda.synchronize(self.device.index)
+                start = time.perf_counter()
+                call()
+                torch.cuda.synchronize(self.device.index)
+                times[index].append(1000.0 * (time.perf_counter() - start))
+        return times
+
+
+def _flushed_bytes(device: Device) -> int:
+    """Twice the L2 of a GPU."""
+    return 2 * max(device.l2_bytes, 32 * 2**20)
 
 
 def _event_pair() -> tuple[torch.cuda.Event, torch.cuda.Event]:

@@ -38,12 +38,22 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v)
 
 
-def step_of(attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
-    """A forward pass that autograd records, and the gradients of its three inputs."""
-    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
-    dout = torch.randn_like(q)
+def step_of(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None
+) -> Callable[[], tuple[Tensor, ...]]:
+    """A forward pass that autograd records, and the gradients of its three inputs from that of its output.
 
-    def step() -> object:
+    Args:
+        attend: What is differentiated.
+        q: Of this and the next two, views are the leaves.
+        k: Likewise.
+        v: Likewise.
+        dout: Gradient of the output; None for random numbers in the shape of q.
+    """
+    leaves = tuple(x.detach().requires_grad_() for x in (q, k, v))
+    dout = torch.randn_like(q) if dout is None else dout
+
+    def step() -> tuple[Tensor, ...]:
         return torch.autograd.grad(attend(*leaves), leaves, dout)
 
     return step

@@ -103,7 +103,7 @@ class Vendor:
             NoKernelError: where :meth:`why_not` has something to say.
         """
         refuse_unable(self, problem, q, k, v)
-        attend = self._attend(problem, scale)
+        attend = self.attend(problem, q, scale)
         wanted = strides_in_order_of((*q.shape[:3], v.shape[3]), q)
 
         def call(
@@ -142,9 +142,12 @@ class Vendor:
             NoKernelError: where :meth:`why_not` has something to say.
         """
         refuse_unable(self, problem, q, k, v)
-        return KeptGraph(self._attend(problem, scale))
+        return KeptGraph(self.attend(problem, q, scale))
 
-    def _attend(self, problem: Problem, scale: float) -> functools.partial[Tensor]:
+    def attend(
+        self, problem: Problem, q: Tensor, scale: float, extras: Extras = NO_EXTRAS
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """Torch's function with everything bound but q, k and v; differentiable."""
         return functools.partial(
             _attend, backend=self._backend, causal=problem.causal, scale=scale, grouped=problem.group > 1
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,10 +12,12 @@ import pytest
 from autoflash.cli.application import main
 from autoflash.db.repository import Repository
 from autoflash.dispatch.buckets import cell_of
+from autoflash.evaluate import fa4
 from autoflash.problem import Cell, DType, Mask
 from autoflash.runtime.probe import environment, probe
 from autoflash.trial import Decision, Environment, Status
 from autoflash.variant import Choices, Family, Variant
+from tests.evaluate import fake_fa4
 from tests.factories import make_environment, make_problem, make_ranked, make_trial, make_variant
 
 
@@ -75,3 +78,17 @@ def run_json(capsys: pytest.CaptureFixture[str]) -> Callable[..., object]:
         return json.loads(capsys.readouterr().out)
 
     return run
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Put a stand-in for the package flash-attn-4 here, some of its functions replaced."""
+
+    def put(**replaced: object) -> None:
+        monkeypatch.setitem(sys.modules, "flash_attn", fake_fa4.module())
+        monkeypatch.setitem(sys.modules, "flash_attn.cute", fake_fa4.module())
+        monkeypatch.setitem(sys.modules, fa4.MODULE, fake_fa4.module(**replaced))
+        monkeypatch.setattr(fa4, "_capability", lambda tensor: (9, 0))
+        monkeypatch.setattr(fa4, "version", lambda: "4.0.0")
+
+    return put

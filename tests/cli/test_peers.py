@@ -21,20 +21,6 @@ SMALL = ["bench", "--seqlen", "64", "--head-dim", "16", "--dtype", "bf16"]
 FORWARD = [*SMALL, "--pass", "forward", "--causal"]
 
 
-@pytest.fixture
-def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Put a stand-in for the package flash-attn-4 here, some of its functions replaced."""
-
-    def put(**replaced: object) -> None:
-        monkeypatch.setitem(sys.modules, "flash_attn", fake_fa4.module())
-        monkeypatch.setitem(sys.modules, "flash_attn.cute", fake_fa4.module())
-        monkeypatch.setitem(sys.modules, fa4.MODULE, fake_fa4.module(**replaced))
-        monkeypatch.setattr(fa4, "_capability", lambda tensor: (9, 0))
-        monkeypatch.setattr(fa4, "version", lambda: "4.0.0")
-
-    return put
-
-
 def test_an_unknown_peer_is_named_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*FORWARD, "--peers", "cudnn,fa5"]) == 2
 

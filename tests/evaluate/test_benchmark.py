@@ -18,7 +18,7 @@ from autoflash.runtime.probe import CardState, probe
 from autoflash.trial import Stage
 from autoflash.variant import Family
 from tests.evaluate.clock import Clock
-from tests.factories import make_problem, make_variant
+from tests.factories import make_device, make_problem, make_variant
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +51,33 @@ def test_the_clock_of_the_host_is_the_one_that_is_read(cpu: Device) -> None:
     measurement = benchmark(lambda: time.sleep(0.002), cpu, stage=Stage.SCREEN, min_ms=0.0)
 
     assert 2000.0 <= measurement.p20_us <= measurement.median_us <= measurement.p80_us
+
+
+def test_with_the_host_a_time_ends_when_the_device_has(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = make_device()
+    busy = clock.call(0.003)
+    launched: list[bool] = []
+
+    def wait(index: int) -> None:
+        # What was launched takes 3 ms more, of which no one sees anything before somebody waits.
+        if launched:
+            launched.clear()
+            busy()
+
+    host = clock.call(0.001)
+
+    def call() -> None:
+        host()
+        launched.append(True)
+
+    monkeypatch.setattr(module, "_flush_buffer", lambda place, size: torch.empty(4))
+    monkeypatch.setattr(module, "card_state", lambda device: CardState())
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+
+    (measurement,) = interleaved([call], device, with_host=True)
+
+    assert measurement.median_us == pytest.approx(4000.0)
+    assert measurement.policy == "perf_counter/cold-l2/v1"
 
 
 def test_slow_calls_get_few_samples_and_fast_ones_many(cpu: Device, clock: Clock) -> None:
