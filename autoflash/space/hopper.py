@@ -17,6 +17,8 @@ FEATURES = {Pass.FORWARD: frozenset({Feature.SOFTCAP, Feature.WINDOW}), Pass.BAC
 
 _ROWS = 64
 _CONSUMERS = 2
+# Of the four warps of a consumer that stores vectors.
+_EXCHANGE_BYTES = 4 * 512
 
 
 def lacking(op: Pass, features: tuple[Feature, ...]) -> tuple[Feature, ...]:
@@ -88,7 +90,8 @@ def shared_need(variant: Variant, cell: Cell) -> int:
     consumers = variant.structure.number("consumers")
     held = 2 if variant.structure["output"] == "tma" else 1
     keys_and_values = 2 * config.number("num_stages") * config.number("BLOCK_N")
-    return (held * consumers * _ROWS + keys_and_values) * columns * 2
+    exchanged = consumers * _EXCHANGE_BYTES if variant.structure["output"] == "vectors" else 0
+    return (held * consumers * _ROWS + keys_and_values) * columns * 2 + exchanged
 
 
 def _key_kernel_bytes(variant: Variant, columns: int) -> int:
@@ -150,7 +153,7 @@ def _forward_knobs(cell: Cell) -> tuple[Knob, ...]:
             values=("round_robin", "ticketed") if causal else ("round_robin",),
             default="round_robin",
         ),
-        Knob(name="output", part=structure, values=("tma", "direct"), default="tma"),
+        Knob(name="output", part=structure, values=("tma", "direct", "vectors", "through_q"), default="tma"),
         *((softmax.rescale_knob(_is_whole), softmax.exp2_knob(always)) if softmax.gains(cell) else ()),
         Knob(name="BLOCK_N", part=config, values=(64, 128), default=128),
         Knob(name="num_stages", part=config, values=(2, 3, 4), default=2),

@@ -72,6 +72,9 @@ def assert_tight(problem: Problem, variant: Variant, plan: KernelPlan, registers
         (128, Mask.CAUSAL, 1000, {"schedule": "ticketed", "ping_pong": "on"}, {240, 24}),
         (64, Mask.CAUSAL, 1024, {**NARROW, "schedule": "ticketed"}, {160, 32}),
         (256, Mask.FULL, 1024, WIDE, {240, 24}),
+        (256, Mask.CAUSAL, 1000, {**WIDE, "output": "vectors"}, {240, 24}),
+        (256, Mask.FULL, 1024, {**WIDE, "output": "through_q"}, {240, 24}),
+        (128, Mask.CAUSAL, 1000, {"output": "vectors"}, {240, 24}),
         (96, Mask.CAUSAL, 1024, SINGLE, {232, 24}),
     ],
 )

@@ -272,12 +272,10 @@ def _modules(
         barrier.arrive(count)
         machine.wait()
 
-    layouts = dict.fromkeys(
-        ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout"),
-        lambda *_: None,
-    )
+    layouts = ("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout", "SwizzledSharedLayout")
+    layouts += ("DistributedLinearLayout",)
     gl = SimpleNamespace(
-        **layouts,
+        **dict.fromkeys(layouts, lambda *_: None),
         tensor=Tensor,
         shared_memory_descriptor=Shared,
         constexpr=same,

@@ -26,6 +26,9 @@ STRUCTURES: tuple[dict[str, Any], ...] = (
     {"ping_pong": "on", "BLOCK_N": 64},
     {**NARROW, "ping_pong": "on", "num_stages": 3},
     {**NARROW, "rescale": "conditional", "BLOCK_N": 64},
+    {"output": "vectors"},
+    {"output": "through_q"},
+    {**NARROW, "output": "through_q", "ping_pong": "on"},
 )
 
 WINDOWS: tuple[dict[str, int | None], ...] = (
@@ -132,6 +135,21 @@ def test_faults_are_found(ping_pong: str, edit: Edit) -> None:
 
     with pytest.raises(AssertionError):
         assert_right(WINDOW, changes, 0, edit=edit)
+
+
+@pytest.mark.parametrize("q_operand", ["registers", "shared"])
+def test_a_query_that_is_loaded_before_its_buffer_is_free_is_found(q_operand: str) -> None:
+    problem = make_problem(dtype=DType.FP16, heads=4, seqlen_q=600, seqlen_k=128)
+    changes = {"output": "through_q", "q_operand": q_operand, "BLOCK_N": 64}
+    arrival = "mbarrier.arrive(rings.q_empty.index(CONSUMER), count=1)"
+    assert_right(problem, changes, 0)
+
+    with pytest.raises((AssertionError, EmulationError)):
+        assert_right(
+            problem, changes, 0, edit=("out = o_shared.index(CONSUMER)", f"out = o_shared.index(CONSUMER); {arrival}")
+        )
+    with pytest.raises(EmulationError):
+        assert_right(problem, changes, 0, edit=(arrival, "pass"))
 
 
 def test_a_turn_that_is_not_taken_is_found() -> None:

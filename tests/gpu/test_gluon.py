@@ -66,6 +66,8 @@ def prepared(problem: Problem, variant: Variant, device: Device, inputs: list[Te
         (128, {"ping_pong": "on"}),
         (128, {"consumers": 1, "BLOCK_N": 64, "persistent": 0}),
         (256, WIDE),
+        *((head_dim, {**WIDE, "output": output}) for head_dim in (96, 256) for output in ("vectors", "through_q")),
+        (128, {"output": "through_q"}),
     ],
 )
 def test_forward_passes_the_gate(
@@ -158,7 +160,12 @@ def test_backward_in_columns_and_with_dq_apart_passes_the_gate(
 
 @pytest.mark.parametrize(
     ("head_dim", "output"),
-    [*((head_dim, output) for head_dim in (64, 80, 96, 128) for output in ("tma", "direct")), (256, "direct")],
+    [
+        *((head_dim, output) for head_dim in (64, 80, 96, 128) for output in ("tma", "direct")),
+        (128, "vectors"),
+        (128, "through_q"),
+        *((256, output) for output in ("direct", "vectors", "through_q")),
+    ],
 )
 def test_a_tile_of_one_key_block_is_not_overtaken_by_the_next(device: Device, head_dim: int, output: str) -> None:
     problem = make_problem(
