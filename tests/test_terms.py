@@ -252,6 +252,22 @@ def test_a_bias_of_any_strides_is_read_as_it_lies(kind: str) -> None:
         close(ours, exact, 1e-4)
 
 
+@pytest.mark.parametrize("shape", [(2, 4, 65, 65), (1, 4, 65, 65), (1, 1, 65, 65), (2, 1, 1, 65)])
+@pytest.mark.parametrize("vendor", ["never", "allow"])
+def test_case_a40_the_gradient_of_a_bias_has_its_shape(vendor: str, shape: tuple[int, ...]) -> None:
+    q, k, v, dout = (normal(2, 4, 65, 32, seed=seed) for seed in range(4))
+    bias = normal(*shape).requires_grad_()
+
+    out = autoflash.attention(q, k, v, bias=bias, vendor=vendor)
+    (found,) = torch.autograd.grad(out, bias, dout)  # type: ignore[arg-type]
+
+    exact = bias.detach().double().requires_grad_()
+    scores = q.double() @ k.double().mT * 32**-0.5 + exact
+    (wanted,) = torch.autograd.grad(torch.softmax(scores, -1) @ v.double(), exact, dout.double())
+    assert found.shape == bias.shape
+    close(found, wanted, 1e-5)
+
+
 def test_what_was_expanded_from_a_parameter_gets_its_gradient() -> None:
     q, k, v = tensors()
     parameter = normal(1, H, M, N).requires_grad_()
