@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import shlex
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from rich.progress import Progress
 import autoflash
 from autoflash.cli import (
     bench_blocks,
+    bench_check,
     bench_grid,
     bench_report,
     bench_step,
@@ -25,6 +27,7 @@ from autoflash.cli import (
     plot_systems,
     systems_markdown,
 )
+from autoflash.cli.bench_check import Check
 from autoflash.cli.bench_grid import Grid, Row
 from autoflash.cli.bench_sweep import Sweep, sweep
 from autoflash.cli.features import feature_options
@@ -37,6 +40,7 @@ from autoflash.device import Device
 from autoflash.dispatch import table
 from autoflash.dispatch.buckets import cell_of, problem_of
 from autoflash.dispatch.ladder import Here, VendorPolicy, inference_ladder
+from autoflash.dispatch.table import Table
 from autoflash.errors import CounterError
 from autoflash.evaluate import ncu, overhead
 from autoflash.keys import Json
@@ -79,6 +83,12 @@ _UNTOLD = ("out", "readme", "db", "table", "device", "as_json", "verbose")
 )
 @click.option("--flex", is_flag=True, help="Beside torch's flex_attention too, compiled for each problem.")
 @click.option(
+    "--verify",
+    "with_gate",
+    is_flag=True,
+    help="First put each generated kernel through the whole gate, and compare its errors with those of torch's.",
+)
+@click.option(
     "--step",
     "by_step",
     is_flag=True,
@@ -110,6 +120,7 @@ def command(
     group: int,
     peer_names: tuple[str, ...] | None,
     flex: bool,
+    with_gate: bool,
     by_step: bool,
     by_system: bool,
     with_dram: bool,
@@ -140,6 +151,10 @@ def command(
     on the PATH and the right to read counters. --out also writes the tables as Markdown, and `autoflash plot` draws
     its JSON: bytes of the model and of DRAM.
 
+    --verify compiles and runs the correctness gate's full grid for each kernel before it is timed, and measures the
+    largest errors against float64, at lengths of about 512, of the kernel and of torch's backends among the peers. Exit
+    code 1 if a kernel is wrong.
+
     --step times a training step as people make it: attention() and the gradients of q, k and v by torch.autograd.grad,
     from the call to the end of the last kernel, by the host's clock, and the same with the peers; of torch's backends,
     with the context manager that chooses one. TFLOP/s are over both passes. D = 128, causal, S = 2048 to 16384, unless
@@ -161,6 +176,10 @@ def command(
         raise click.UsageError(f"--step is a run of its own, of both passes: leave out {others}")
     if by_step and asked != Asked():
         raise click.UsageError("--step times plain attention: leave out features")
+    if with_gate and (by_step or by_system or by_blocks or exhaustive or host):
+        raise click.UsageError(
+            "--verify is for the grid: leave out --step, --systems, --blocks, --exhaustive, --overhead"
+        )
     if (flex or peer_names) and (by_system or exhaustive or host):
         what = "--peers are peers" if peer_names else "--flex is a peer"
         raise click.UsageError(f"{what} of the grid: leave out --systems, --exhaustive and --overhead")
@@ -209,7 +228,17 @@ def command(
         beside = Peers(names=peer_names, are_named=True)
     if flex:
         beside = dataclasses.replace(beside, names=tuple(dict.fromkeys([*beside.names, peers.FLEX_NAME])))
-    _grid(common, device, grid, beside, Retold.words(ctx, leave_out=_UNTOLD), out, readme, by_step=by_step)
+    _grid(
+        common,
+        device,
+        grid,
+        beside,
+        Retold.words(ctx, leave_out=_UNTOLD),
+        out,
+        readme,
+        by_step=by_step,
+        with_gate=with_gate,
+    )
 
 
 def _grid(
@@ -222,8 +251,11 @@ def _grid(
     readme: Path | None,
     *,
     by_step: bool,
+    with_gate: bool,
 ) -> None:
     run = bench_step.run if by_step else bench_grid.run
+    decisions = table.load(common.db, common.table)
+    checks = _checked(common, device, grid, decisions) if with_gate else {}
     with Progress(console=common.progress, transient=True) as progress:
         task = progress.add_task("benchmark", total=sum(1 for _ in grid.problems()))
 
@@ -234,13 +266,13 @@ def _grid(
         rows = run(
             grid,
             device,
-            table.load(common.db, common.table),
+            decisions,
             beside=beside,
             seed=common.seed or 0,
             on_kernel=tell,
             on_row=lambda row: progress.update(task, advance=1),
         )
-    report = _report(device, grid, rows, beside, words)
+    report = _report(device, grid, rows, beside, words, checks)
     whole = bench_grid.default_grid(device, quick=False)
     if by_step:
         whole = bench_step.default_grid(whole, device)
@@ -253,12 +285,25 @@ def _grid(
     short = f"{_caption(device, beside, words)}\n\n{markdown_table(*bench_report.pivot(rows, beside.names))}\n"
     if readme is not None:
         _put_into(readme, short)
+    wrong = not all(check.passed for check in checks.values())
     if common.json:
         print_json(report)
+        if wrong:
+            raise click.exceptions.Exit(1)
         return
     print_table("TFLOP/s", bench_report.row_columns(beside), [bench_report.row_cells(row, beside) for row in rows])
     lines = [*bench_report.summary(rows, beside.names), *bench_report.without_times(rows, beside.names)]
+    lines += bench_check.lines(checks, bench_check.backends_of(beside.names)) if checks else []
     click.echo("\n".join([short, *(str(line) for line in lines)]))
+    if wrong:
+        raise click.exceptions.Exit(1)
+
+
+def _checked(common: Common, device: Device, grid: Grid, decisions: Table) -> dict[Problem, Check]:
+    problems = list(grid.problems())
+    with Progress(console=common.progress, transient=True) as progress:
+        task = progress.add_task("verifying", total=len(problems))
+        return bench_check.run(problems, device, decisions, on_check=lambda problem: progress.update(task, advance=1))
 
 
 def _systems(common: Common, device: Device, grid: Grid, out: Path | None, *, with_dram: bool, command: str) -> None:
@@ -338,7 +383,15 @@ def _about(device: Device) -> dict[str, Json]:
     }
 
 
-def _report(device: Device, grid: Grid, rows: list[Row], beside: Peers, words: list[str]) -> dict[str, Json]:
+def _report(
+    device: Device, grid: Grid, rows: list[Row], beside: Peers, words: list[str], checks: Mapping[Problem, Check]
+) -> dict[str, Json]:
+    backends = bench_check.backends_of(beside.names)
+    found: list[Json] = []
+    for row in rows:
+        check = checks.get(row.problem)
+        checked: dict[str, Json] = {} if check is None else {"gate": bench_check.check_json(check, backends)}
+        found.append({**bench_report.row_json(row), **checked})
     return {
         **_about(device),
         "command": shlex.join(["autoflash", "bench", *words]),
@@ -346,7 +399,7 @@ def _report(device: Device, grid: Grid, rows: list[Row], beside: Peers, words: l
         "model_dim": grid.model_dim,
         "peer_versions": {**peers.versions(beside.names)},
         "summary": [one.to_json() for one in bench_report.summary(rows, beside.names)],
-        "rows": [bench_report.row_json(row) for row in rows],
+        "rows": found,
     }
 
 
