@@ -63,8 +63,8 @@ def default(cell: Cell) -> dict[str, Choice]:
         }
     return {
         "q_operand": "shared" if large else "registers",
-        "exponentials": "whole" if large else "halves",
-        "output": "direct" if large else "tma",
+        "exponentials": "halves",
+        "output": "vectors" if large else "tma",
         "schedule": "ticketed" if cell.mask is Mask.CAUSAL else "round_robin",
         "BLOCK_N": 64 if large else 128,
     }
@@ -130,7 +130,7 @@ def score(variant: Variant, cell: Cell, resources: Resources | None) -> float:
     rank += {0: 0.5, 1: 0.2}.get(abs(consumers - preferred), 0.0)
     rank += 0.5 if config["BLOCK_N"] == (128 if width(cell) <= 128 else 64) else 0.0
     rank += 0.2 if structure["exponentials"] == ("halves" if consumers < 3 else "whole") else 0.0
-    rank += 0.2 if structure["output"] == "tma" else 0.0
+    rank += 0.2 if structure["output"] == ("tma" if width(cell) <= 128 else "vectors") else 0.0
     rank += 0.2 if structure["q_operand"] == "registers" else 0.0
     rank += 0.3 if structure["schedule"] == "ticketed" else 0.0
     rank += 0.2 if config["persistent"] == 1 else 0.0
