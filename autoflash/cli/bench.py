@@ -256,22 +256,26 @@ def _grid(
     run = bench_step.run if by_step else bench_grid.run
     decisions = table.load(common.db, common.table)
     checks = _checked(common, device, grid, decisions) if with_gate else {}
+    rows: list[Row] = []
+    stopped: KeyboardInterrupt | None = None
     with Progress(console=common.progress, transient=True) as progress:
-        task = progress.add_task("benchmark", total=sum(1 for _ in grid.problems()))
+        wanted = sum(1 for _ in grid.problems())
+        task = progress.add_task("benchmark", total=wanted)
+
+        def keep(row: Row) -> None:
+            rows.append(row)
+            progress.update(task, advance=1)
 
         def tell(problem: Problem, name: str) -> None:
             # Others' compilers take up to a minute.
             progress.update(task, description=escape(f"{cell_of(problem, device)}: preparing {name}"))
 
-        rows = run(
-            grid,
-            device,
-            decisions,
-            beside=beside,
-            seed=common.seed or 0,
-            on_kernel=tell,
-            on_row=lambda row: progress.update(task, advance=1),
-        )
+        try:
+            run(grid, device, decisions, beside=beside, seed=common.seed or 0, on_kernel=tell, on_row=keep)
+        except KeyboardInterrupt as stop:
+            if not rows:
+                raise
+            stopped = stop
     report = _report(device, grid, rows, beside, words, checks)
     whole = bench_grid.default_grid(device, quick=False)
     if by_step:
@@ -281,20 +285,23 @@ def _grid(
     kind += sorted({feature.value for problem in grid.problems() for feature in problem.features})
     # Somebody who asks for peers asks for one grid after another.
     kind += ["peers", *bench_grid.narrowed(grid, whole)] if beside.are_named else []
+    # What is whole is not replaced by what is not.
+    kind += [] if stopped is None else ["partial"]
     _write(out, f"{'-'.join([device_slug(device.name), *kind])}.json", bench_json(report))
     short = f"{_caption(device, beside, words)}\n\n{markdown_table(*bench_report.pivot(rows, beside.names))}\n"
-    if readme is not None:
+    if readme is not None and stopped is None:
         _put_into(readme, short)
     wrong = not all(check.passed for check in checks.values())
     if common.json:
         print_json(report)
-        if wrong:
-            raise click.exceptions.Exit(1)
-        return
-    print_table("TFLOP/s", bench_report.row_columns(beside), [bench_report.row_cells(row, beside) for row in rows])
-    lines = [*bench_report.summary(rows, beside.names), *bench_report.without_times(rows, beside.names)]
-    lines += bench_check.lines(checks, bench_check.backends_of(beside.names)) if checks else []
-    click.echo("\n".join([short, *(str(line) for line in lines)]))
+    else:
+        print_table("TFLOP/s", bench_report.row_columns(beside), [bench_report.row_cells(row, beside) for row in rows])
+        lines = [*bench_report.summary(rows, beside.names), *bench_report.without_times(rows, beside.names)]
+        lines += bench_check.lines(checks, bench_check.backends_of(beside.names)) if checks else []
+        click.echo("\n".join([short, *(str(line) for line in lines)]))
+    if stopped is not None:
+        click.echo(f"Stopped: {wanted - len(rows)} of {wanted} problems were not timed.", err=True)
+        raise stopped
     if wrong:
         raise click.exceptions.Exit(1)
 

@@ -234,3 +234,34 @@ def test_host_times_of_both_are_written_as_json(run_json: Callable[..., Any], mo
     names = {f"{name}{step}_us" for name in ("generated", "allow", "sdpa") for step in ("", "_step")}
     assert set(times) == names
     assert all(us > 0 for us in times.values())
+
+
+def test_an_interrupted_run_keeps_what_it_has_beside_what_was_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["bench", "--device", "cpu", "--head-dim", "16", "--pass", "forward", "--causal", "--out", str(tmp_path)]
+    readme = tmp_path / "page.md"
+    text = f"{bench.README_BEGIN}\nas it was\n{bench.README_END}\n"
+    readme.write_text(text)
+    timed = bench_grid.time_together
+
+    def interrupt(problem: Problem, *arguments: Any, **options: Any) -> Any:
+        if problem.seqlen_q == 64:
+            raise KeyboardInterrupt
+        return timed(problem, *arguments, **options)
+
+    assert main([*small, "--seqlen", "32", "--seqlen", "64"]) == 0
+    (whole,) = tmp_path.glob("*.json")
+    before = whole.read_bytes()
+    monkeypatch.setattr(bench_grid, "time_together", interrupt)
+    capsys.readouterr()
+
+    assert main([*small, "--seqlen", "32", "--seqlen", "64", "--readme", str(readme)]) == 130
+
+    said = capsys.readouterr()
+    assert "Stopped: 1 of 2 problems were not timed." in said.err
+    assert "| forward | causal | 16 |" in said.out
+    (partial,) = tmp_path.glob("*-partial.json")
+    assert [row["seqlen"] for row in json.loads(partial.read_text())["rows"]] == [32]
+    assert whole.read_bytes() == before
+    assert readme.read_text() == text
