@@ -33,6 +33,8 @@ Curves = dict[str, dict[int, float]]
 # Colours that people with any kind of colour vision tell apart (Okabe and Ito, https://jfly.uni-koeln.de/color/).
 _COLOURS = ("#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _PANEL_INCHES = (3.2, 2.3)
+# Of the legend, above each panel; above so few panels, a title takes two lines, in small type.
+_NAMES_OF_A_PANEL, _NARROW = 2, 2
 
 
 @click.command("plot")
@@ -109,7 +111,18 @@ def draw(panels: Mapping[Panel, Curves], title: str) -> Figure:
         # Of the row: its panels share the axis.
         axes.set_ylim(bottom=0)
     handles = {handle.get_label(): handle for axes in grid.flat for handle in axes.get_legend_handles_labels()[0]}
-    figure.legend(handles.values(), handles.keys(), loc="outside upper center", ncols=len(names), title=title)
+    across = grid.shape[1]
+    is_narrow = across <= _NARROW
+    size = "small" if is_narrow else "medium"
+    figure.legend(
+        handles.values(),
+        handles.keys(),
+        loc="outside upper center",
+        ncols=min(len(names), _NAMES_OF_A_PANEL * across),
+        title=title.replace(" (", "\n(") if is_narrow else title,
+        fontsize=size,
+        title_fontsize=size,
+    )
     return figure
 
 

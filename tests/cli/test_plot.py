@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autoflash.cli.application import FAILED, USAGE, main
-from autoflash.cli.plot import panels_of
+from autoflash.cli.plot import draw, panels_of
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "nvidia-h200.json"
 
@@ -26,6 +26,18 @@ def test_a_kernel_that_could_not_run_is_left_out() -> None:
     rows[0]["vendors"]["cudnn"]["tflops"] = None
 
     assert list(panels_of(rows)["forward", "full", 64]) == ["generated", "SDPA flash"]
+
+
+@pytest.mark.parametrize("head_dims", [[128], [64, 128], [64, 128, 256]])
+def test_the_legend_is_as_wide_as_the_figure_at_most(head_dims: list[int]) -> None:
+    names = ["generated", "SDPA cudnn", "SDPA flash", "FlashAttention-4", "FlexAttention"]
+    curves = {name: {512: 100.0 + number, 1024: 200.0} for number, name in enumerate(names)}
+    panels = {("step", "causal", head_dim): curves for head_dim in head_dims}
+
+    figure = draw(panels, "NVIDIA H200 (torch 2.11.0+cu130, Triton 3.6, 2026-12-01)")
+    figure.canvas.draw()
+
+    assert figure.legends[0].get_window_extent().width <= figure.bbox.width
 
 
 @pytest.fixture
