@@ -241,8 +241,8 @@ def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
         # For check_tensors to refuse.
         return None
     kind = query.device.type
-    # Of a meta tensor, torch refuses to say.
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    # Of a meta tensor, torch refuses to say. (torch.amp.is_autocast_available knows, but torch 2.11 does not trace it.)
+    if query.is_meta or not torch.is_autocast_enabled(kind):
         return None
     dtype = torch.get_autocast_dtype(kind)
     # Others are for check_tensors to refuse.

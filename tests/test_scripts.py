@@ -93,25 +93,6 @@ def test_races_are_asked_of_the_triton_family_alone(tmp_path: Path) -> None:
     assert (tmp_path / "command").read_text().endswith("verify --all --bare --family triton\n")
 
 
-def test_torchs_kernels_are_watched_only_where_their_writes_count(tmp_path: Path) -> None:
-    asked = {}
-    for tool in ("memcheck", "initcheck"):
-        _sanitize(tmp_path, 'echo "= ERROR SUMMARY: 0 errors" > $log/1', tool)
-        asked[tool] = (tmp_path / "command").read_text()
-
-    names = [word.removeprefix("kns=") for word in asked["memcheck"].split() if word.startswith("kns=")]
-    for kernel in (
-        "forward",
-        "attention_forward",
-        "backward_keys",
-        "attention_backward_dq",
-        "preprocess",
-        "postprocess",
-    ):
-        assert any(name in kernel for name in names)
-    assert "--kernel-name" not in asked["initcheck"]
-
-
 @pytest.mark.parametrize(
     ("log", "words"),
     [

@@ -19,6 +19,13 @@ from autoflash.variant import Variant
 Gate = Callable[[Problem, Variant, Device], Verification]
 
 
+@pytest.fixture
+def alone() -> None:
+    """For a test that times a GPU or counts what it moves: other processes of the run would disturb it."""
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+        pytest.skip("needs the GPU for itself: run it without -n")
+
+
 @pytest.fixture(scope="session")
 def gate() -> Iterator[Gate]:
     """The whole gate for a variant. Its kernels, dozens, are compiled in parallel first, as before a tuner's finals."""

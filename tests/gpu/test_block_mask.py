@@ -182,6 +182,7 @@ def test_a_graph_and_a_compiled_call_give_the_same() -> None:
     torch.testing.assert_close(compiled(q, k, v), eager[0])
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("op", list(Pass))
 def test_time_falls_with_what_is_shown(op: Pass, device: Device) -> None:
     problem = make_problem(op=op, dtype=DType.BF16, head_dim=64, batch=2, heads=16, seqlen_q=8192)

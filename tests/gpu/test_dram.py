@@ -28,6 +28,7 @@ def device() -> Device:
     return probe("cuda")
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_call_reads_its_inputs_from_a_cold_cache_and_all_that_it_writes_is_counted(device: Device) -> None:
     found = {system.name: system for system in systems.systems(cell_of(PROBLEM, device), device)}
     standard, flash = found["standard attention"], found["FlashAttention-2"]

@@ -181,6 +181,7 @@ def test_new_addresses_get_their_own_tensor_maps(name: str, device: Device) -> N
         torch.testing.assert_close(out.double(), expected, rtol=1.6e-2, atol=1.6e-2)
 
 
+@pytest.mark.usefixtures("alone")
 @pytest.mark.as_allocated
 def test_host_time_of_a_small_call_is_no_more_than_that_of_sdpa(device: Device) -> None:
     problem = make_problem(heads=2, head_dim=64, seqlen_q=64)
