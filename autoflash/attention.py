@@ -415,13 +415,15 @@ def _run(
         deterministic = torch.are_deterministic_algorithms_enabled()
     if _is_special(q, k, v) or q.is_meta:
         operator: Callable[..., Pair] = torch.ops.autoflash.attention_forward
+        # The parameters come last. (torch 2.10 traces no property of a named tuple, such as Extras.flat.)
+        single, params = extras[: len(SINGLE)], list(extras.params)
         if not torch.compiler.is_compiling() and _functorch_level() is not None:
             if score_mod or mask_mod:
                 name = "score_mod" if score_mod else "mask_mod"
                 raise UnsupportedError(f"{name} under the transforms of torch.func is not built: use torch.autograd")
             operator = Transformable.apply
         else:
-            _refuse_tangents(q, k, v, *extras.flat)
+            _refuse_tangents(q, k, v, *single, *params)
         how: tuple[object, ...] = (
             scale_of(scale, q.shape[3]),
             mask_of(causal),
@@ -430,7 +432,6 @@ def _run(
             return_lse,
             training,
         )
-        single, params = extras.flat[: len(SINGLE)], list(extras.params)
         how += (*window, softcap, dropout_p, *longest, block_size, score_mod, mask_mod)
         return operator(q, k, v, *single, params, *how)
     q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
