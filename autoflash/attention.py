@@ -415,8 +415,9 @@ def _run(
         deterministic = torch.are_deterministic_algorithms_enabled()
     if _is_special(q, k, v) or q.is_meta:
         operator: Callable[..., Pair] = torch.ops.autoflash.attention_forward
-        # The parameters come last. (torch 2.10 traces no property of a named tuple, such as Extras.flat.)
-        single, params = extras[: len(SINGLE)], list(extras.params)
+        # torch 2.10 traces no property of a named tuple, such as Extras.flat.
+        single: list[Tensor | None] = [getattr(extras, name) for name in SINGLE]
+        params = list(extras.params)
         if not torch.compiler.is_compiling() and _functorch_level() is not None:
             if score_mod or mask_mod:
                 name = "score_mod" if score_mod else "mask_mod"
