@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import shlex
 from collections.abc import Mapping
@@ -14,11 +13,11 @@ import click
 from rich.markup import escape
 from rich.progress import Progress
 
-import autoflash
 from autoflash.cli import (
     bench_blocks,
     bench_check,
     bench_grid,
+    bench_overhead,
     bench_report,
     bench_step,
     bench_systems,
@@ -42,7 +41,7 @@ from autoflash.dispatch.buckets import cell_of, problem_of
 from autoflash.dispatch.ladder import Here, VendorPolicy, inference_ladder
 from autoflash.dispatch.table import Table
 from autoflash.errors import CounterError
-from autoflash.evaluate import ncu, overhead
+from autoflash.evaluate import ncu
 from autoflash.keys import Json
 from autoflash.problem import LEAST_BLOCK, DType, Mask, Pass, Problem
 from autoflash.runtime.probe import environment, probe
@@ -184,7 +183,7 @@ def command(
         what = "--peers are peers" if peer_names else "--flex is a peer"
         raise click.UsageError(f"{what} of the grid: leave out --systems, --exhaustive and --overhead")
     if host:
-        _overhead(common, device)
+        bench_overhead.run(common, device)
         return
     if out is not None:
         try:
@@ -496,27 +495,3 @@ def _print_sweep(cell: str, family: Family, tier: str, found: Sweep) -> None:
         f"The winner is {100 * found.regret:.1f} % slower than the best of the sweep; "
         f"the slowest of the sweep takes {found.spread:.1f} times as long as the fastest.\n"
     )
-
-
-def _overhead(common: Common, device: Device) -> None:
-    q, k, v = overhead.small_inputs(device)
-    attends: dict[str, overhead.Attend] = {
-        'autoflash.attention(vendor="never")': lambda q, k, v: autoflash.attention(q, k, v, vendor="never"),
-        "autoflash.attention()": autoflash.attention,
-        "torch SDPA": overhead.sdpa,
-    }
-    forward = overhead.host_us([functools.partial(attend, q, k, v) for attend in attends.values()], device)
-    steps = [overhead.step_of(attend, q, k, v) for attend in attends.values()]
-    step = overhead.host_us(steps, device, training=True)
-    if common.json:
-        names = ("generated", "allow", "sdpa")
-        times = {f"{name}_us": us for name, us in zip(names, forward, strict=True)}
-        print_json(times | {f"{name}_step_us": us for name, us in zip(names, step, strict=True)})
-        return
-    rows = [
-        [name, number(one), f"{one / forward[-1]:.2f}", number(both), f"{both / step[-1]:.2f}"]
-        for name, one, both in zip(attends, forward, step, strict=True)
-    ]
-    titles = ("forward us", "to SDPA", "with gradients us", "to SDPA")
-    columns = (Column(title="call"), *(Column(title=title, numeric=True) for title in titles))
-    print_table(f"Host time of a call, B1 H2 S64 D64, on {device.name}", columns, rows)

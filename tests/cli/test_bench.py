@@ -9,7 +9,7 @@ from typing import Any
 import click
 import pytest
 
-from autoflash.cli import bench, bench_grid, bench_report, bench_sweep
+from autoflash.cli import bench, bench_grid, bench_overhead, bench_report, bench_sweep
 from autoflash.cli.application import main
 from autoflash.cli.bench_grid import Row, Timed
 from autoflash.cli.bench_sweep import Sweep
@@ -227,7 +227,7 @@ def test_host_time_is_printed_beside_that_of_torch(capsys: pytest.CaptureFixture
 
 
 def test_host_times_of_both_are_written_as_json(run_json: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.overhead, "STEPS", 2)
+    monkeypatch.setattr(bench_overhead.overhead, "STEPS", 2)
 
     times = run_json("bench", "--overhead")
 
