@@ -168,6 +168,10 @@ class Row:
         return timed.tflops / best if best and timed.tflops else None
 
 
+MakeRow = Callable[[Problem, Here, Table, Peers, int, Callable[[Problem, str], None]], Row]
+"""Of a problem, the device, the decisions, the peers, a seed, and what is called before a kernel is prepared."""
+
+
 def run(
     grid: Grid,
     device: Device,
@@ -177,6 +181,7 @@ def run(
     seed: int,
     on_kernel: Callable[[Problem, str], None],
     on_row: Callable[[Row], None],
+    make_row: MakeRow | None = None,
 ) -> list[Row]:
     """Time the grid.
 
@@ -188,11 +193,12 @@ def run(
         seed: Of the inputs.
         on_kernel: Called before a kernel is prepared, which may compile it, with its problem and name.
         on_row: Called after each row.
+        make_row: Times one problem; None times its pass.
     """
     here = Here(device=device, environment=environment(device))
     rows = []
     for problem in grid.problems():
-        row = _row(problem, here, table, beside, seed, on_kernel)
+        row = (make_row or _row)(problem, here, table, beside, seed, on_kernel)
         on_row(row)
         rows.append(row)
     return rows

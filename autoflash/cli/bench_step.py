@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import autoflash
-from autoflash.cli import peers
+from autoflash.cli import bench_grid, peers
 from autoflash.cli.bench_grid import GENERATED, Grid, Row, Timed, chosen_for, time_calls
 from autoflash.cli.peers import Peers
 from autoflash.device import Device, DeviceKind
@@ -25,7 +25,6 @@ from autoflash.evaluate.timed_inputs import timed_inputs
 from autoflash.ops import CALLS
 from autoflash.problem import Mask, Pass, Problem
 from autoflash.runtime.executable import refuse_unable
-from autoflash.runtime.probe import environment
 from autoflash.runtime.vendor import Vendor
 from autoflash.trial import Measurement
 from autoflash.variant import Variant
@@ -52,13 +51,10 @@ def run(
     on_row: Callable[[Row], None],
 ) -> list[Row]:
     """Time the steps of a grid whose problems are backward passes; arguments as those of :func:`bench_grid.run`."""
-    here = Here(device=device, environment=environment(device))
-    rows = []
     with _deciding_by(table):
-        for problem in grid.problems():
-            rows.append(_row(problem, here, table, beside, seed, on_kernel))
-            on_row(rows[-1])
-    return rows
+        return bench_grid.run(
+            grid, device, table, beside=beside, seed=seed, on_kernel=on_kernel, on_row=on_row, make_row=_row
+        )
 
 
 @contextmanager
